@@ -18,10 +18,9 @@ from mllm_seqpar.chats.chat_family import image_counts as image_counts
 from mllm_seqpar.chats.chat_family import media_of as media_of
 from mllm_seqpar.chats.chat_family import media_parts as media_parts
 from mllm_seqpar.chats.chat_family import tokenize as tokenize
-from mllm_seqpar.chats.sources import FeatureFrames as FeatureFrames
-from mllm_seqpar.chats.sources import FrameSource as FrameSource
-from mllm_seqpar.chats.sources import ImageListSource as ImageListSource
-from mllm_seqpar.chats.sources import ImageTensorSource as ImageTensorSource
+from mllm_seqpar.chats.clip import FeatureFrames as FeatureFrames
+from mllm_seqpar.chats.clip import FrameSource as FrameSource
+from mllm_seqpar.chats.clip import ImageListSource as ImageListSource
 from mllm_seqpar.checkpointing import TokenwiseFunction as TokenwiseFunction
 from mllm_seqpar.checkpointing import run_in_chunks as run_in_chunks
 from mllm_seqpar.comm import Communicator as Communicator

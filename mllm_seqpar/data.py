@@ -2,9 +2,10 @@
 
 from mllm_seqpar.chats.batch import ChatBatch, ChatSample, MediaError, collate, load_local_images
 from mllm_seqpar.chats.chat_family import ChatFamily, ChatText, chat_family
+from mllm_seqpar.chats.clip import FrameSource, ImageListSource, VideoSource
 from mllm_seqpar.chats.data_set import ChatDataset
-from mllm_seqpar.chats.feature_store import FeatureStore, model_fingerprint, open_features, save_features
-from mllm_seqpar.chats.sources import FrameSource, ImageListSource, VideoSource
+from mllm_seqpar.chats.store import FeatureStore, open_features, save_features
+from mllm_seqpar.models.digests import model_fingerprint
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.reader import read_frames
 from mllm_seqpar.videos.video import FramePlan, VideoInfo, plan_frames, probe, scan, source_meta

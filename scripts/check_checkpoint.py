@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from mllm_seqpar import patch_model
 from mllm_seqpar.chats.chat_family import ChatFamily, chat_family
-from mllm_seqpar.chats.sources import FrameSource, ImageTensorSource, VideoSource
+from mllm_seqpar.chats.clip import FrameSource, ImageListSource, VideoSource
 from mllm_seqpar.cli.doctor import host_memory
 from mllm_seqpar.cli.launch import DTYPES
 from mllm_seqpar.comm import Communicator, run_loopback
@@ -140,14 +140,14 @@ def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: 
     chat_format = chat_family(processor)
     media: FrameSource
     if kind == "image" and args.image is not None:
-        media = chat_format.image_source(args.image)
+        media = chat_format.still_frames(ImageListSource([args.image]))
     elif kind == "image":
-        media = chat_format.still_frames(ImageTensorSource([disc(0.5, (220, 30, 30))]))
+        media = chat_format.still_frames(ImageListSource([disc(0.5, (220, 30, 30))]))
     elif args.video is not None:
         media = VideoSource.open(args.video, num_frames=args.frames)
     else:
         places = torch.linspace(0.2, 0.8, args.frames).tolist()
-        media = ImageTensorSource([disc(place, (30, 60, 220)) for place in places])
+        media = ImageListSource([disc(place, (30, 60, 220)) for place in places])
     largest, text = compare(model, chat_format, media, kind, args.ranks, args.max_new_tokens)
     text += f"\n{time.monotonic() - start:.0f} s"
     dtype = next(model.parameters()).dtype

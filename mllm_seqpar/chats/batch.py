@@ -17,7 +17,7 @@ from mllm_seqpar.sharding import join_spans
 
 from .chat import Chat
 from .chat_family import ChatFamily, ChatText, chat_family
-from .sources import FrameSource, ranges_by_source
+from .clip import FrameSource, ranges_by_source
 
 
 class MediaError(VideoError):

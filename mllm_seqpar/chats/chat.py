@@ -17,6 +17,8 @@ from typing import Any
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.videos.frame_choice import FRAME_FIELDS, FrameChoice
 
+from .clip import Clip
+
 ROLES = ("system", "user", "assistant")
 
 
@@ -25,44 +27,19 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 @dataclass(frozen=True)
-class Medium:
-    """A video or an image of a message.
-
-    Attributes:
-        kind: "video" or "image".
-        source: what it shows: the name of a file, a list of files or images, or an image or frames in memory. None: the
-            message shows a medium that is passed beside it.
-        frames: which frames of a video, or of a list of images, are used.
-    """
-
-    kind: str
-    source: Any = None
-    frames: FrameChoice = FrameChoice()
-
-    @property
-    def files(self) -> list[str]:
-        """The names of its files, as its record writes them."""
-        return list(self.source) if isinstance(self.source, (list, tuple)) else [self.source]
-
-    def to_json(self) -> dict[str, Any]:
-        source = {"images": self.files} if isinstance(self.source, (list, tuple)) else {"path": self.source}
-        return {"type": self.kind, **without_nulls(source), **self.frames.given()}
-
-
-@dataclass(frozen=True)
 class Turn:
     """A message. Its content is a text, or texts and media in order."""
 
     role: str
-    content: str | tuple[str | Medium, ...]
+    content: str | tuple[str | Clip, ...]
 
     @property
-    def parts(self) -> tuple[str | Medium, ...]:
+    def parts(self) -> tuple[str | Clip, ...]:
         return (self.content,) if isinstance(self.content, str) else self.content
 
     @property
-    def media(self) -> list[Medium]:
-        return [part for part in self.parts if isinstance(part, Medium)]
+    def media(self) -> list[Clip]:
+        return [part for part in self.parts if isinstance(part, Clip)]
 
     @property
     def text(self) -> str:
@@ -134,10 +111,10 @@ class Chat:
         return cls(tuple(_turn(number, message, allowed) for number, message in enumerate(messages)))
 
     @property
-    def media(self) -> list[Medium]:
+    def media(self) -> list[Clip]:
         return [medium for turn in self.turns for medium in turn.media]
 
-    def with_media(self, media: Iterable[Medium]) -> Chat:
+    def with_media(self, media: Iterable[Clip]) -> Chat:
         """Return the conversation with other media in the place of its own, in order."""
         following = iter(media)
         return Chat(
@@ -211,7 +188,7 @@ def _turn(number: int, message: Any, allowed: Allowed) -> Turn:
     return Turn(role, content if isinstance(content, str) else tuple(parts))
 
 
-def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Medium:
+def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Clip:
     def fault(text: str, *key: str) -> MessageError:
         return MessageError(text, [*place, *key], role)
 
@@ -235,7 +212,7 @@ def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Med
     if role != "user":
         raise fault(f"has a part of type {kind}; only a user message shows media")
     if names is None:
-        return Medium(kind)
+        return Clip(kind)
     keys = [name for name in names if name in given]
     source = given[keys[0]] if keys else None
     if allowed.files:
@@ -254,4 +231,4 @@ def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Med
             frames.sampled(source)
     except ConfigError as error:
         raise fault(f"has a part of type {kind} with {error}", str(error).partition(":")[0]) from error
-    return Medium(kind, source, frames)
+    return Clip(kind, source, frames)

@@ -15,7 +15,6 @@ one call.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from mllm_seqpar.patching.registry import external_adapters
 from mllm_seqpar.sharding import FrameShard
 
 from .answer_tokens import Span, target_mask
-from .sources import FeatureFrames, FrameSource, ImageListSource, ImageTensorSource
+from .clip import FeatureFrames, FrameSource, ImageListSource
 
 Messages = Sequence[Mapping[str, Any]]
 """Valid messages, as `Chat.to_json` returns them."""
@@ -262,12 +261,9 @@ class ChatFamily(ABC):
         """Return arguments of `generate` that the chat format requires, such as the tokens that end an answer."""
         return {}
 
-    def image_source(self, path: str | os.PathLike[str]) -> FrameSource:
-        """Return the frames of a still image: one, or one per tile if the processor cuts images into tiles."""
-        return self.still_frames(ImageListSource([path]))
-
-    def still_frames(self, image: ImageListSource | ImageTensorSource) -> FrameSource:
-        """Return the frames of a still image, given the image as a source of one frame."""
+    def still_frames(self, image: ImageListSource) -> FrameSource:
+        """Return the frames of a still image, given as a source of one frame: one for each tile if the processor cuts
+        images into tiles."""
         return image
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:

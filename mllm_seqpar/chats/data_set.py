@@ -10,19 +10,19 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from mllm_seqpar.digests import digest_of
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
-from mllm_seqpar.videos.files import digest_of
-from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
+from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.media_files import is_remote, media_size
 
 from .batch import ChatBatch, ChatSample, MediaError, collate
-from .chat import Chat, Medium
+from .chat import Chat
 from .chat_family import chat_family
+from .clip import Clip, FrameSource, VideoSource
 from .forms import read_record
 from .frame_store import FrameStore
 from .multiple_choice import DEFAULT_TEMPLATE, check_template
 from .records import open_records
-from .sources import FrameSource, ImageListSource, VideoSource
 
 ON_BAD_MEDIA = ("fail", "skip")
 """What training does if media cannot be read: stop, or use another sample instead."""
@@ -118,7 +118,7 @@ class ChatDataset(Dataset[ChatSample]):
                     place = f"{self.records.place(index)}: message {number} ({turn.role})"
                     raise DataError(f"{place}: {error}") from error
 
-    def identify(self, index: int, medium: Medium) -> Hashable:
+    def identify(self, index: int, medium: Clip) -> Hashable:
         """Return a key that is equal for media with equal files and equal sampling; nothing is downloaded.
 
         Raises:
@@ -164,11 +164,7 @@ class ChatDataset(Dataset[ChatSample]):
             return -1
         return -2 if isinstance(found, tuple) or is_remote(found) else media_size(found)
 
-    def source(self, index: int, medium: Medium) -> FrameSource:
+    def source(self, index: int, medium: Clip) -> FrameSource:
         """Return the frames of a medium of record `index`; VideoError if the file is missing or unreadable."""
-        names = [self.records.locate(index, name) for name in medium.files]
-        if medium.kind == "image":
-            return self._chat_format.image_source(names[0]) if self._chat_format else ImageListSource(names)
-        if isinstance(medium.source, tuple):
-            return ImageListSource(self._frames.without_times().over(medium.frames).sampled(names))
-        return self._open_video(names[0], **vars(self._frames.over(medium.frames).over(DEFAULT_FRAMES)))
+        locate = partial(self.records.locate, index)
+        return medium.open(self._chat_format, frames=self._frames, locate=locate, video=self._open_video)

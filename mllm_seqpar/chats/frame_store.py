@@ -16,7 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, writing
-from mllm_seqpar.videos.files import atomic_write, reading_index, write_json
+from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
+from mllm_seqpar.videos.files import atomic_write, write_json
 from mllm_seqpar.videos.images import jpeg_of
 from mllm_seqpar.videos.prefetch import FrameBatches, read_ahead
 from mllm_seqpar.videos.reader import decode_threads
 from mllm_seqpar.videos.video import FramePlan, source_meta
 
-INDEX = "frames.json"
+from .store import Store
+
 _AGAIN = "run `mllm-seqpar check-data --store` with this directory"
 
 
@@ -99,19 +100,24 @@ class FrameFile:
         return DataError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
 
 
-@dataclass(frozen=True)
-class FrameStore:
-    """A directory of frames; `FrameStore.open` reads it, `FrameStore.create` writes it.
+class FrameStore(Store):
+    """A store of frames; `FrameStore.open` reads it, `FrameStore.create` writes it.
 
     Attributes:
-        directory: of the store.
         quality: of JPEG, 1 to 100; None stores the pixels of the video.
         shorter_side: frames are scaled so that their shorter side has at most this many pixels; None: not scaled.
     """
 
-    directory: Path
-    quality: int | None = None
-    shorter_side: int | None = None
+    INDEX = "frames.json"
+    ROWS = "frames"
+    IF_DAMAGED = f"delete the directory, and {_AGAIN}"
+    IF_FULL = "free some space or give another directory, and run the same command again, which keeps what is written"
+
+    def __init__(
+        self, directory: str | os.PathLike[str], quality: int | None = None, shorter_side: int | None = None
+    ) -> None:
+        super().__init__(directory)
+        self.quality, self.shorter_side = quality, shorter_side
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> "FrameStore":
@@ -120,8 +126,10 @@ class FrameStore:
         Raises:
             DataError: there is no store, or it is incomplete.
         """
-        store, complete = cls._read(Path(directory))
-        if not complete:
+        store = cls(directory)
+        if not store.index.exists():
+            raise DataError(f"{directory}: no frame store ({cls.INDEX} is missing); {_AGAIN}")
+        if not store._read_index():
             raise DataError(
                 f"{directory}: the frame store is incomplete, because the run that writes it has not finished; "
                 f"{_AGAIN} again, which writes only what is missing"
@@ -137,25 +145,31 @@ class FrameStore:
         Raises:
             DataError: it stores frames with other settings, or cannot be written.
         """
-        store = cls(Path(directory), quality, shorter_side)
-        if (store.directory / INDEX).exists():
-            found, _ = cls._read(store.directory)
-            if found != store:
+        store, earlier = cls(directory, quality, shorter_side), cls(directory)
+        if earlier.index.exists():
+            earlier._read_index()
+            if earlier.description != store.description:
                 raise DataError(
-                    f"{directory}: this frame store has frames {found.description}, not {store.description}; give the "
-                    "same --store_quality and --store_size, or another directory"
+                    f"{directory}: this frame store has frames {earlier.description}, not {store.description}; give "
+                    "the same --store_quality and --store_size, or another directory"
                 )
         store._write_index(complete=False)
         return store
 
-    @classmethod
-    def _read(cls, directory: Path) -> tuple["FrameStore", bool]:
-        path = directory / INDEX
-        if not path.exists():
-            raise DataError(f"{directory}: no frame store ({INDEX} is missing); {_AGAIN}")
-        with reading_index(path, "a frame store", f"delete the directory, and {_AGAIN}"):
-            index = json.loads(path.read_text())
-            return cls(directory, index["quality"], index["shorter_side"]), bool(index["complete"])
+    def _read_index(self) -> bool:
+        """Read the settings from the index, and return whether the store is complete."""
+        with self.reading_index() as index:
+            self.quality, self.shorter_side = index["quality"], index["shorter_side"]
+            return bool(index["complete"])
+
+    def _write_index(self, *, complete: bool) -> None:
+        with self.writing():
+            settings = {"quality": self.quality, "shorter_side": self.shorter_side}
+            write_json(self.index, settings | {"complete": complete})
+
+    def finish(self) -> None:
+        """Mark the store as complete."""
+        self._write_index(complete=True)
 
     @property
     def description(self) -> str:
@@ -170,10 +184,6 @@ class FrameStore:
         if self.shorter_side is None or least <= self.shorter_side:
             return height, width
         return round(height * self.shorter_side / least), round(width * self.shorter_side / least)
-
-    def finish(self) -> None:
-        """Mark the store as complete."""
-        self._write_index(complete=True)
 
     def find(self, plan: FramePlan) -> FrameFile:
         """Return the frames of a plan.
@@ -226,7 +236,7 @@ class FrameStore:
         ends: list[int] = []
         checksums: list[int] = []
         header: dict[str, Any] = {"source": plan.path, "seconds": [plan.seconds(0), plan.seconds(-1)]}
-        with self._writing():
+        with self.writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with atomic_write(path.with_suffix(".frames")) as temporary, temporary.open("wb") as file:
@@ -267,14 +277,3 @@ class FrameStore:
             f"{self.directory}: the frame store does not have {wanted}, but others ({has}); give the --fps, "
             f"--num_frames and --max_frames that it was made with, or {_AGAIN} and these"
         )
-
-    def _write_index(self, *, complete: bool) -> None:
-        index = {"quality": self.quality, "shorter_side": self.shorter_side, "complete": complete}
-        with self._writing():
-            write_json(self.directory / INDEX, index)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        remedy = (
-            "free some space or give another directory, and run the same command again, which keeps what is written"
-        )
-        return writing(self.directory, "the frames", remedy)

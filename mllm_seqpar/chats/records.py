@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar._compat import optional_import
+from mllm_seqpar.digests import digest_of, file_digest
 from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.videos.files import digest_of, file_digest, reading_index
+from mllm_seqpar.videos.files import reading_index
 from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_cache
 
 VIDEO_ID = "video-id:"

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mllm_seqpar.chats.batch import ChatSample
-from mllm_seqpar.chats.chat import Chat, Medium
+from mllm_seqpar.chats.chat import Chat
+from mllm_seqpar.chats.clip import Clip, FrameSource, VideoSource
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.frame_store import FrameStore
 from mllm_seqpar.chats.multiple_choice import DEFAULT_TEMPLATE
-from mllm_seqpar.chats.sources import FrameSource, VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
 from mllm_seqpar.videos.reader import frames_to_decode
 from mllm_seqpar.videos.video import probe
@@ -270,7 +270,7 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequ
     return []
 
 
-def _key(dataset: ChatDataset, index: int, medium: Medium) -> Hashable:
+def _key(dataset: ChatDataset, index: int, medium: Clip) -> Hashable:
     """Return a key that is equal for equal files with equal sampling, so that each is opened once."""
     try:
         return dataset.identify(index, medium)
@@ -278,7 +278,7 @@ def _key(dataset: ChatDataset, index: int, medium: Medium) -> Hashable:
         return index, medium
 
 
-def _check_medium(dataset: ChatDataset, index: int, medium: Medium, store: FrameStore | None) -> _Checked:
+def _check_medium(dataset: ChatDataset, index: int, medium: Clip, store: FrameStore | None) -> _Checked:
     source = dataset.source(index, medium)
     plan = source.plan if isinstance(source, VideoSource) else None  # a store has frames of videos
     if store is not None and plan is not None and not store.has(plan):

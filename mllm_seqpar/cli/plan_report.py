@@ -121,9 +121,12 @@ def _heading(plan: Plan) -> list[str]:
     if not model.decoder_only:
         local = workload.self_attention == "local"
         assumptions.append(f"self-attention {'local' if local else plan.text}")
-    video = f"{workload.frames:,} frames of {vision.keys} tokens"
+    tokens, sizes = f"{vision.keys}", workload.frame_tokens
+    if sizes is not None:
+        tokens = f"{min(sizes)} to {max(sizes)} (mean {sum(sizes) / len(sizes):.4g})"
+    video = f"{workload.frames:,} frames of {tokens} tokens"
     if vision.temporal_patch > 1:
-        video = f"{workload.frames:,} frames, {vision.keys} tokens for every {vision.temporal_patch} of them"
+        video = f"{workload.frames:,} frames, {tokens} tokens for every {vision.temporal_patch} of them"
     peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
     paragraphs = [
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.3g} B trained "

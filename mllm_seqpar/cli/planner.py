@@ -34,7 +34,8 @@ class PlanOptions(CommandOptions):
     )
     gpus: int = option("GPUs that share one batch, whole nodes if there are several", least=1)
     frame_tokens: str | None = option(
-        "visual tokens of a frame of MOSS-VL or Qwen-VL (of two images of a video), or its size; default: 640x360",
+        "visual tokens of a frame of MOSS-VL or Qwen-VL (of two images of a video), or its size; of unequal frames, "
+        "how many have which, such as 3000:640x360,600:1920x1080; default: 640x360",
         None,
     )
     batch: int = option("videos with their texts", Workload.batch, least=1)
@@ -117,7 +118,23 @@ class PlanOptions(CommandOptions):
             self._refuse_unused("epochs", "it belongs to --samples")
 
 
-def _frame_tokens(model: ModelSizes, text: str) -> int:
+def _frame_tokens(model: ModelSizes, text: str, frames: int) -> int | tuple[int, ...]:
+    """Return the number of tokens of a frame that `--frame_tokens` gives, or of each frame."""
+    if ":" not in text:
+        return _tokens_of(model, text)
+    total, tokens = 0, list[int]()
+    for part in text.split(","):
+        count, _, size = part.partition(":")
+        if not count.isdecimal() or not size:
+            raise ConfigError(f"--frame_tokens {text}: {part!r} is not a number of frames with their size or tokens")
+        total += int(count)
+        tokens += [_tokens_of(model, size)] * -(-int(count) // model.vision.temporal_patch)
+    if total != frames:
+        raise ConfigError(f"--frame_tokens {text}: these are {total} frames, and --frames is {frames}")
+    return tuple(tokens)
+
+
+def _tokens_of(model: ModelSizes, text: str) -> int:
     """Return the number of tokens of a frame that `text` gives as a number or as a size in pixels, WIDTHxHEIGHT."""
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
     if len(numbers) > 2 or min(numbers) < 1:
@@ -152,8 +169,6 @@ def plan(argv: Sequence[str]) -> int:
         example="mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4",
     )
     model = read_model(find_file("model", args.model))
-    if args.frame_tokens is not None:
-        model = model.with_frame_tokens(_frame_tokens(model, args.frame_tokens))
     if model.decoder_only and args.strategy:
         raise ConfigError(
             f"--strategy: {model.name} has no cross-attention, which it is for; leave it out, and pass "
@@ -166,6 +181,8 @@ def plan(argv: Sequence[str]) -> int:
         )
     same = {item.name for item in fields(PlanOptions)} & {item.name for item in fields(Workload)} - {"model"}
     stated: dict[str, Any] = {name: getattr(args, name) for name in same}
+    if args.frame_tokens is not None:
+        stated["frame_tokens"] = _frame_tokens(model, args.frame_tokens, args.frames)
     if args.self_attention is None:
         stated["self_attention"] = "auto" if model.decoder_only else "ring"
     if args.parameter is None:

@@ -11,9 +11,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AgreementError, SeqParError
 
-from .base import Communicator, fingerprint
+from .base import Communicator
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ collectives from `exchange`, for `loopback` and for `Subgroup`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -20,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mllm_seqpar.digests import fingerprint
 
 from .receive_buffers import ReceiveBuffers
 
@@ -219,11 +220,6 @@ class Communicator(ABC):
     def control_device(self) -> torch.device:
         """The device of integers and texts that ranks compare: the CPU if possible, so that no GPU is synchronised."""
         return self.device
-
-
-def fingerprint(text: str) -> int:
-    """Return 63 bits of a hash of `text`, to compare texts across ranks."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def host_identity() -> str:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.chats.feature_store import INDEX, FeatureStore
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
+from mllm_seqpar.chats.store import FeatureStore
 from mllm_seqpar.cli.launch import ranks_with_options
 from mllm_seqpar.cli.outputs import require_writable, require_writable_directory, write_text
 from mllm_seqpar.cli.program_exit import FAILED
@@ -299,7 +299,7 @@ def _common_names(videos: Sequence[VideoInput]) -> dict[str, Any]:
 
 def _video_inputs(args: AskOptions) -> Sequence[VideoInput]:
     if args.features is not None:
-        stores = [args.features] if Path(args.features, INDEX).exists() else _stores_in(args.features)
+        stores = [args.features] if Path(args.features, FeatureStore.INDEX).exists() else _stores_in(args.features)
         if len(stores) > 1 and args.video:
             raise ConfigError(
                 f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
@@ -332,7 +332,7 @@ def _with_outputs(args: AskOptions, videos: Sequence[VideoInput]) -> Sequence[Vi
 def _stores_in(directory: str) -> Sequence[str]:
     """Return the feature stores in a directory; if there are none, the directory itself, so that opening it raises an
     error."""
-    return [str(path.parent) for path in sorted(Path(directory).glob(f"*/{INDEX}"))] or [directory]
+    return [str(path.parent) for path in sorted(Path(directory).glob(f"*/{FeatureStore.INDEX}"))] or [directory]
 
 
 def _video_files(name: str) -> list[str]:

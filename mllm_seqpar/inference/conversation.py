@@ -28,7 +28,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar.chats.chat import ANY_MEDIA, Chat
 from mllm_seqpar.chats.chat_family import VIDEO_MARK, ChatText, chat_family
-from mllm_seqpar.chats.sources import FeatureFrames, FrameSource
+from mllm_seqpar.chats.clip import FeatureFrames, FrameSource
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError, LengthError
 from mllm_seqpar.models.loading import context_length

@@ -31,12 +31,12 @@ from typing import Any, TextIO
 
 import torch
 
-from mllm_seqpar.chats.chat import Chat, Medium
+from mllm_seqpar.chats.chat import Chat
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.forms import read_record
 from mllm_seqpar.chats.multiple_choice import CATEGORY_KEYS, OPTION_KEYS, MultipleChoice, read_choice
-from mllm_seqpar.chats.sources import FrameSource
 from mllm_seqpar.cli.outputs import stream_descriptor
 from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.comm import Communicator
@@ -218,7 +218,7 @@ class Question:
         return self.chat.turns[-1].text if self.chat.turns else ""
 
     @property
-    def media(self) -> list[Medium]:
+    def media(self) -> list[Clip]:
         return self.chat.media
 
 

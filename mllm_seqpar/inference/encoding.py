@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.chats.chat_family import ChatFamily, chat_family
-from mllm_seqpar.chats.sources import FrameSource, ranges_by_source
+from mllm_seqpar.chats.clip import FrameSource, ranges_by_source
 from mllm_seqpar.cli.progress import Clock
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree

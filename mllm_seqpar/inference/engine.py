@@ -12,10 +12,9 @@ about the same media continues such a conversation, whoever sent it: only the to
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -24,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mllm_seqpar.chats.chat_family import ChatText, chat_family
-from mllm_seqpar.chats.sources import FrameSource, VideoSource
+from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.cli.launch import collective_timeout
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator, transfer_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
-from mllm_seqpar.models.loading import layer_classes, load_model, load_processor, model_digest
+from mllm_seqpar.models.digests import model_digest
+from mllm_seqpar.models.loading import layer_classes, load_model, load_processor
 from mllm_seqpar.patching import patch_model
-from mllm_seqpar.videos.frame_choice import FrameChoice
 
 from .arguments import ModelOptions
 from .conversation import Conversation
@@ -48,59 +47,25 @@ _OF_THE_INPUT = (VideoError, DataError, AgreementError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaFile:
-    """A video or an image on disk.
+class Job:
+    """Messages, the clips that their media parts show, in order, and how to answer; `evidence` is a number of moments.
 
-    Attributes:
-        kind: "video" or "image".
-        path: the same file on all ranks.
-        version: changes with the contents of the file, if they may change between jobs.
-        name: the user's name for it, for messages.
-        frames: which frames of a video are used.
+    The clips are files that all ranks find.
     """
 
-    kind: str
-    path: str
-    version: str = ""
-    name: str = field(default="", compare=False)
-    frames: FrameChoice = FrameChoice()
-
-    @classmethod
-    def of(cls, kind: str, path: str, frames: FrameChoice | None = None, *, name: str = "") -> MediaFile:
-        """Return the file with its current version; raise ConfigError if there is none."""
-        try:
-            facts = os.stat(path)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
-        version = f"{facts.st_size} {facts.st_mtime_ns}"
-        place = {"path": os.path.abspath(path), "version": version, "name": name or path}
-        return cls(kind=kind, frames=frames or FrameChoice(), **place)
-
-    def open(self, chat_format: Any, **decoding: Any) -> FrameSource:
-        """Return the frames of the file; `decoding` are the arguments `threads` and `decoder` of `VideoSource`."""
-        if self.kind == "image":
-            return chat_format.image_source(self.path)
-        return VideoSource.open(self.path, **vars(self.frames), **decoding)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Messages, the files of their media parts in order, and how to answer; `evidence` is a number of moments."""
-
     messages: list[dict[str, Any]]
-    media: tuple[MediaFile, ...] = ()
+    media: tuple[Clip, ...] = ()
     sampling: Sampling
     stop: tuple[str, ...] = ()
     evidence: int = 0
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "media": [clip.to_json() for clip in self.media]})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
-        media = (MediaFile(**item | {"frames": FrameChoice(**item["frames"])}) for item in values["media"])
-        values["media"] = tuple(media)
+        values["media"] = tuple(map(Clip.from_json, values["media"]))
         return cls(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
 
 
@@ -134,7 +99,7 @@ class Engine:
             world, "model", lambda: (load_processor(name), model_digest(name)), lambda found: {"model": found[1]}
         )
         self.chat_format = chat_family(self.processor)
-        self._conversations: OrderedDict[tuple[MediaFile, ...], Conversation] = OrderedDict()
+        self._conversations: OrderedDict[tuple[Clip, ...], Conversation] = OrderedDict()
 
     def load(self) -> None:
         """Load the model and patch it. Every rank of the group calls this.
@@ -201,7 +166,7 @@ class Engine:
         self._conversations.move_to_end(job.media)
         return conversation, text
 
-    def _begun(self, media: tuple[MediaFile, ...]) -> tuple[MediaFile, ...]:
+    def _begun(self, media: tuple[Clip, ...]) -> tuple[Clip, ...]:
         """Return the most of these media, from the first on, whose conversation is kept and can show the others."""
         for stop in range(len(media), 0, -1):
             found = self._conversations.get(media[:stop])
@@ -209,10 +174,10 @@ class Engine:
                 return media[:stop]
         return ()
 
-    def _opened(self, kept: Conversation | None, media: Sequence[MediaFile]) -> Conversation:
+    def _opened(self, kept: Conversation | None, media: Sequence[Clip]) -> Conversation:
         """Return a conversation about the media of `kept`, if there is one, and then about these."""
         decoding = self.options.decoding()
-        opened = self.open(lambda: [file.open(self.chat_format, **decoding) for file in media])
+        opened = self.open(lambda: [clip.open(self.chat_format, **decoding) for clip in media])
         return opened if kept is None else kept.followed_by(opened.sources)
 
     def forget(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mllm_seqpar.chats.sources import FrameSource
+from mllm_seqpar.chats.clip import FrameSource
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.attention_record import AttentionRecord, FrameAttention
 from mllm_seqpar.patching import patch_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mllm_seqpar.chats.sources import FrameSource
+from mllm_seqpar.chats.clip import FrameSource
 from mllm_seqpar.errors import ConfigError, SeqParError, writing
 from mllm_seqpar.videos.images import jpeg_of
 

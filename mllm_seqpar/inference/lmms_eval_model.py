@@ -23,7 +23,8 @@ import torch
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
-from mllm_seqpar.chats.chat import Allowed, Chat, Medium, Turn
+from mllm_seqpar.chats.chat import Allowed, Chat, Turn
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.chats.forms import plain_message
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
@@ -35,7 +36,7 @@ from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, media_cache
 
 from .arguments import InferenceOptions
 from .choices import continuation
-from .engine import Engine, Job, MediaFile
+from .engine import Engine, Job
 from .generation import Sampling
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
@@ -162,9 +163,8 @@ class SimpleSeqParModel(lmms):
 
     def _request(self, chat: Chat, **options: Any) -> _Request:
         choice = self.options.frame_choice()
-        frames = [choice.over(medium.frames).over(DEFAULT_FRAMES) for medium in chat.media]
-        media = [MediaFile(kind=x.kind, path=x.source, frames=y) for x, y in zip(chat.media, frames, strict=True)]
-        return _Request(messages=chat.to_json(), media=tuple(media), **options)
+        clips = (replace(clip, frames=choice.over(clip.frames).over(DEFAULT_FRAMES)) for clip in chat.media)
+        return _Request(messages=chat.to_json(), media=tuple(clips), **options)
 
     def _chat(self, context: str, visuals: Any, document: Any) -> Chat:
         system = [] if self._system is None else [Turn("system", self._system)]
@@ -213,11 +213,11 @@ def _generation(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"sampling": Sampling(**sampling), "stop": stop}
 
 
-def _medium(value: Any) -> Medium:
+def _medium(value: Any) -> Clip:
     """Return a video or image: a path, or a Pillow image, which is written to the media cache."""
     if isinstance(value, (str, os.PathLike)):
         path = os.fspath(value)
-        return Medium("image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", path)
+        return Clip("image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", path)
     if not hasattr(value, "convert"):
         raise DataError(
             f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and images; "
@@ -225,4 +225,4 @@ def _medium(value: Any) -> Medium:
         )
     content = io.BytesIO()
     value.convert("RGB").save(content, "PNG")
-    return Medium("image", str(media_cache().store(content.getvalue(), ".png")))
+    return Clip("image", str(media_cache().store(content.getvalue(), ".png")))

@@ -1,4 +1,4 @@
-"""Write and read encoded videos on all ranks, with collective checks; `data.feature_store` has the file format."""
+"""Write and read encoded videos on all ranks, with collective checks; `chats.store` has the file format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from typing import Any
 import torch
 
 from mllm_seqpar.chats.chat_family import ChatFamily
-from mllm_seqpar.chats.feature_store import (
-    INDEX,
-    FeatureStore,
-    model_fingerprint,
-    open_features,
-    save_features,
-)
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
+from mllm_seqpar.chats.store import FeatureStore, open_features, save_features
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.errors import DataError, writing
+from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.digests import model_fingerprint
 from mllm_seqpar.sharding import FrameShard, FrameSizes
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.video import source_meta
@@ -53,8 +48,7 @@ def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Ma
         layout = shard.layout(comm.rank, comm.size, sizes) or "contiguous"
         features = video.features if video.features.dim() == 3 else video.features.unsqueeze(1)
         placement = {"start": shard.start, "total": shard.total, "rank": comm.rank, "world": comm.size}
-        with writing(directory, "the features", "free some space, or give --save_features another directory"):
-            save_features(directory, features, **placement, layout=layout, sizes=video.sizes, meta=rank_0_meta)
+        save_features(directory, features, **placement, layout=layout, sizes=video.sizes, meta=rank_0_meta)
 
     agree(comm, "saving the features", write)
 
@@ -66,7 +60,7 @@ def require_replaceable(directory: str, meta: Mapping[str, Any]) -> None:
     in the directory, or metadata of the video, there is nothing to compare.
     """
     try:
-        stored = json.loads(Path(directory, INDEX).read_text())["meta"]
+        stored = json.loads(Path(directory, FeatureStore.INDEX).read_text())["meta"]
     except (OSError, KeyError, TypeError, ValueError):
         return
     identities = [(stored.get(name), meta.get(name)) for name in ("source_digest", "source_size")]

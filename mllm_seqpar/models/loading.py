@@ -7,7 +7,6 @@ model that they name.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import re
@@ -33,8 +32,6 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 """Files of which a directory has one, by the kinds of tokenizers."""
 
 _SHOWN = 4
-_SAMPLES = 64
-_BYTES = 4096
 
 
 def load_model(
@@ -361,26 +358,6 @@ def model_directories(path: str) -> list[Path]:
     folder = Path(local_directory(path))
     base = _base_of_adapter(folder)
     return [folder] if base is None else [folder, base]
-
-
-def model_digest(path: str) -> str:
-    """Return a digest of a model directory: its config, and name, size and evenly spaced samples of each weight file.
-
-    Two trainings of one architecture differ in every sample. A few megabytes are read, however large the model is.
-    """
-    digest, folders = hashlib.sha256(), model_directories(path)
-    for file in [folder / name for folder in folders for name in ("config.json", ADAPTER_CONFIG)]:
-        if file.is_file():
-            digest.update(file.read_bytes())
-    weights = [sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]) for folder in folders]
-    for file in [file for files in weights for file in files]:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for sample in range(_SAMPLES):
-                stream.seek(max(0, size - _BYTES) * sample // (_SAMPLES - 1))
-                digest.update(stream.read(_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def _require_files(folder: Path) -> None:

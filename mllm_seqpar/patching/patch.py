@@ -14,8 +14,8 @@ from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, ProcessGroupCommunicator, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.comm.backends import release_gloo_at_exit, require_transferable, warn_about_settings
-from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.kernels.registry import kernel_by_name

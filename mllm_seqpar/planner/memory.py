@@ -74,9 +74,9 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
             kinds["activations"] += count * lora * workload.tokens * workload.element
     if n > 1:
         kinds["buffers"] += _gathered(workload)
-    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.tower_frames)
+    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
     if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
-        kinds["activations"] += pixels_on_device(workload, workload.local_frames)
+        kinds["activations"] += pixels_on_device(workload)
     kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
     if n > 1 and training and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
         kinds["buffers"] = max(kinds["buffers"], 3 * model.text.embeddings * workload.element - kinds["activations"])
@@ -107,10 +107,12 @@ def _gathered(workload: Workload) -> int:
     return (3 * layer + text.embeddings + gradients) * workload.element
 
 
-def pixels_on_device(workload: Workload, frames: int) -> int:
-    """Return the bytes of the pixels of frames, which move from host memory (`HostFrames`) as float32."""
+def pixels_on_device(workload: Workload, at_once: int | None = None) -> int:
+    """Return the bytes of the pixels of a rank's frames, or of a number of them at once, which move from host memory
+    (`HostFrames`) as float32."""
     vision = workload.model.vision
-    return frames * vision.tokens * 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
+    token = 3 * vision.temporal_patch * vision.patch**2 * FLOAT32
+    return workload.sum_over_frames(lambda tokens: tokens * token, at_once)
 
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
@@ -119,7 +121,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
     training = workload.training
     backward = training and workload.trains_features
     if model.decoder_only:  # those of deepstack are released after the layers, before the logits
-        placed = workload.batch * -(-workload.encoded_frames * model.vision.keys // workload.text_ranks)
+        placed = workload.batch * -(-workload.visual_tokens // workload.text_ranks)
         features = placed * (text.hidden if training else workload.embedding_width)
     else:
         features = _visual_tokens(workload, spec) * model.cross.visual_dim
@@ -190,15 +192,15 @@ def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
 
 def saved_before_features(workload: Workload) -> int:
     """Return the bytes that the projector, the resampler and a trained vision tower save."""
-    model, vision, element, frame = workload.model, workload.model.vision, workload.element, 0
+    model, vision, element, saved = workload.model, workload.model.vision, workload.element, 0
     if not workload.trains_features:
         return 0
     if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
         inputs = model.projector[0] * (1 + model.keys_vary) + 2 * sum(model.projector[1:-1])
-        frame += vision.keys * inputs * (1 + vision.deepstack) * element
+        saved += workload.local_keys * inputs * (1 + vision.deepstack) * element
     if model.resampler:  # its input, the inside of each layer, and the input of the last norm
-        frame += vision.width * (vision.tokens + vision.keys) * element
-        frame += model.resampler.layers * _resampler_layer(workload)
+        frame = vision.width * (vision.tokens + vision.keys) * element
+        saved += workload.local_frames * (frame + model.resampler.layers * _resampler_layer(workload))
     if workload.trained == "all":
         # A layer saves q, k, v, o, inner activations, and two norms with their results. Rotated q and k are saved
         # beside the projection that v is a part of, and o once more as the next layer takes it.
@@ -206,8 +208,9 @@ def saved_before_features(workload: Workload) -> int:
         norm = _normalized(vision.norm, vision.width, element) if vision.norm == "float32" else width
         inside = (7 if vision.rotary else 4) * width + 2 * (norm + width)
         inside += _mlp_token(element, vision.mlp_inner, vision.mlp_matrices)
-        frame += vision.tokens * (vision.layers * width + inside if workload.checkpointing else vision.layers * inside)
-    return workload.local_frames * frame
+        token = vision.layers * width + inside if workload.checkpointing else vision.layers * inside
+        saved += workload.sum_over_frames(lambda tokens: tokens * token)
+    return saved
 
 
 def _resampler_layer(workload: Workload) -> int:
@@ -264,11 +267,11 @@ def _normalized(kind: str, width: int, element: int) -> int:
 
 def _visual_tokens(workload: Workload, spec: ParallelSpec) -> int:
     """Return the visual tokens that cross-attention of a rank has on the device at one time."""
-    keys, frames = workload.model.vision.keys, workload.local_frames
     if workload.visual_offload:  # one chunk of frames is computed with at a time
+        keys = workload.model.vision.keys
         frame = keys * workload.model.cross.visual_dim * workload.element
-        return min(frames, max(1, CHUNK_BYTES // frame)) * keys
-    return frames * keys * (workload.gpus if spec.strategy == "replicate" else 1)
+        return min(workload.local_keys, max(1, CHUNK_BYTES // frame) * keys)
+    return workload.local_keys * (workload.gpus if spec.strategy == "replicate" else 1)
 
 
 def frozen_tower_memory(workload: Workload) -> int:
@@ -289,7 +292,7 @@ def frozen_tower_memory(workload: Workload) -> int:
         rotated = (4 if element == FLOAT32 else 6) * vision.width + factors
         token = max(token + factors * FLOAT32, (vision.outputs_held + 4) * vision.width * element + rotated * FLOAT32)
         token += vision.deepstack * workload.model.text.hidden * vision.keys // vision.tokens * element
-    return workload.tower_frames * vision.tokens * token
+    return workload.sum_over_frames(lambda tokens: tokens * token, workload.vision_chunk_size)
 
 
 def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:

@@ -159,13 +159,13 @@ def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec, text_sp
     """Return the most frames that fit; 0 if one frame does not fit.
 
     The text has a placeholder for each frame, so it grows with the video; its other tokens stay. In a decoder-only
-    model the visual tokens are counted apart.
+    model the visual tokens are counted apart. Frames that differ count as frames of the mean size.
     """
     placeholders = 0 if workload.model.decoder_only else 1
     others = max(0, workload.text - placeholders * workload.frames)
 
     def too_many(count: int) -> bool:
-        longer = replace(workload, frames=count, text=others + placeholders * count)
+        longer = replace(workload, frames=count, frame_tokens=None, text=others + placeholders * count)
         return not _fits(longer, cluster, spec, text_spec)
 
     return bisect_left(range(1, MAX_FRAMES + 1), True, key=too_many)
@@ -232,7 +232,6 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
         backward = once * (1 + trained + recomputed) if workload.training else 0.0
         parts[part] = parts.get(part, Passes()) + Passes(Cost(once), Cost(backward))
 
-    visual_tokens = workload.local_frames * model.vision.keys
     for one in model.linear:
         decoder = one.target in ("attention", "mlp")
         if not one.visual:  # `_vision` and the attention calls have those on visual tokens
@@ -246,7 +245,7 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
             add(one.part, one.parameters, workload.tokens, trained, recomputed)
         if adapters := workload.adapter_parameters(one):
             part = "cross-attention" if one.target == "cross" else one.part
-            add(part, adapters, visual_tokens if one.visual else workload.tokens, True, checkpointing)
+            add(part, adapters, workload.local_keys if one.visual else workload.tokens, True, checkpointing)
     head = model.text.vocabulary * model.text.hidden
     add("vocabulary", head, workload.scored_tokens, workload.language_trained, 0)
     if cluster.layer_forward_s or cluster.layer_backward_s:
@@ -262,27 +261,28 @@ def _vision(workload: Workload, cluster: Cluster) -> Passes:
     local text by one all-gather; in backward, the gradients are sent the other way.
     """
     model, vision, frames = workload.model, workload.model.vision, workload.local_frames
-    attended = vision.layers * vision.tokens
-    if vision.window:
-        in_windows = (vision.layers - vision.full_layers) * min(vision.window, vision.tokens)
-        attended = vision.full_layers * vision.tokens + in_windows
-    linear = 2 * frames * vision.tokens * vision.parameters / (cluster.tower or cluster.matmul)
-    entries = frames * vision.tokens * attended * vision.width
+    full = vision.full_layers if vision.window else vision.layers
+
+    def attended(tokens: int) -> int:
+        return tokens * (full * tokens + (vision.layers - full) * min(vision.window, tokens))
+
+    linear = 2 * workload.sum_over_frames(int) * vision.parameters / (cluster.tower or cluster.matmul)
+    entries = workload.sum_over_frames(attended) * vision.width
     rates = cluster.tower or cluster.attention_forward, cluster.tower or cluster.attention_backward
     forward, backward = linear + 4 * entries / rates[0], 0.0
     if workload.trained == "all":
         backward = 2 * linear + 10 * entries / rates[1] + forward * workload.checkpointing
-    products, r = vision.keys * model.parameters_of("connector"), model.resampler
+    products, r = workload.local_keys * model.parameters_of("connector"), model.resampler
     if r:  # K and V are projected from the patches, too
-        products += r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
-    connector = 2 * products * frames / cluster.matmul
+        products += frames * r.layers * 2 * vision.tokens * vision.width * r.heads * r.head_dim
+    connector = 2 * products / cluster.matmul
     training = workload.training and workload.trains_features
     if training:
         backward += connector * (2 if workload.lora_r is None else 1)
     passes = Passes(Cost(forward + connector), Cost(backward))
     if not model.decoder_only or workload.gpus == 1:
         return passes
-    gpus, size = workload.gpus, frames * vision.keys * workload.embedding_width * workload.element
+    gpus, size = workload.gpus, workload.local_keys * workload.embedding_width * workload.element
     local = workload.self_attention == "local"
     sent = all_gather(cluster, gpus, size) if local else all_to_all(cluster, gpus, gpus, size)
     return passes + Passes(sent, sent if training else Cost())
@@ -327,7 +327,7 @@ def _elementwise(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> Pa
     cross = workload.model.cross
     if not cross.features_norm or cluster.memory_rate is None:
         return Passes()
-    keys = workload.local_frames * workload.model.vision.keys * (workload.gpus if spec.strategy == "replicate" else 1)
+    keys = workload.local_keys * (workload.gpus if spec.strategy == "replicate" else 1)
     channels = cross.visual_dim + 2 * cross.kv_heads * cross.head_dim
     once = keys * channels * (28 + 4 * workload.element) / cluster.memory_rate
     repeats = workload.recompute + 2 * (workload.language_trained or workload.trains_features)

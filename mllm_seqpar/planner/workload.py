@@ -7,7 +7,10 @@ the gradient passes through them to earlier layers. Left out: dropout on the inp
 that an adapter in another dtype makes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import Any
 
@@ -38,6 +41,8 @@ class Workload(Description):
 
     Attributes:
         frames: images of the video of one sample, of which `VisionSizes.temporal_patch` make a frame of the model.
+        frame_tokens: visual tokens of each frame of the model, a sequence or a tensor; one number for all, or None for
+            those of `model`. If they differ, the frames are balanced over the ranks by them.
         gpus: the number of ranks; FSDP2 shards the parameters over them too.
         trained: with "language", features can be computed beforehand.
         self_attention: "local": every rank computes all text; "auto": the fastest of ring, mesh and ulysses.
@@ -50,6 +55,7 @@ class Workload(Description):
 
     model: ModelSizes
     frames: int = number("a number of frames")
+    frame_tokens: tuple[int, ...] | None = None
     text: int = number("a number of tokens")
     gpus: int
     batch: int = 1
@@ -77,6 +83,8 @@ class Workload(Description):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.frame_tokens is not None:
+            self._read_frame_tokens()
         model, tiles = self.model, self.model.vision.tiles
         if self.content_tiles is not None and self.content_tiles > tiles:
             raise ConfigError(f"content_tiles is {self.content_tiles}; a frame of {model.name} has {tiles}")
@@ -108,6 +116,19 @@ class Workload(Description):
                     "out, and name their layers by lora_target"
                 )
 
+    def _read_frame_tokens(self) -> None:
+        """Set `frame_tokens`, None if all frames have as many, and the visual tokens of a frame of the model, or the
+        mean."""
+        given: Any = self.frame_tokens
+        tokens, frames = (given,) if isinstance(given, int) else tuple(map(int, given)), self.encoded_frames
+        if len(tokens) != frames and not isinstance(given, int):
+            raise ConfigError(f"frame_tokens: {len(tokens)} numbers for {frames} frames; give one for each frame")
+        model, same = self.model, len(set(tokens)) == 1
+        if not same or tokens[0] != model.vision.keys:
+            model.with_frame_tokens(min(tokens))  # raises
+            object.__setattr__(self, "model", model.with_frame_tokens(-(-sum(tokens) // len(tokens))))
+        object.__setattr__(self, "frame_tokens", None if same else tokens)
+
     @property
     def training(self) -> bool:
         return self.trained != "none"
@@ -125,17 +146,47 @@ class Workload(Description):
     @property
     def local_frames(self) -> int:
         """Frames of all samples on the rank that has the most frames."""
-        return -(-self.encoded_frames // self.gpus) * self.batch
+        if self.frame_tokens is None:
+            return -(-self.encoded_frames // self.gpus) * self.batch
+        return max(map(len, self._tokens_by_rank)) * self.batch
 
     @property
-    def tower_frames(self) -> int:
-        """Frames of all samples on a rank that the vision tower encodes at once."""
-        return min(self.local_frames, self.vision_chunk_size or self.local_frames)
+    def local_keys(self) -> int:
+        """Visual tokens of all samples on the rank that has the most."""
+        if self.frame_tokens is None:
+            return self.local_frames * self.model.vision.keys
+        return max(map(sum, self._tokens_by_rank)) * self.batch
+
+    @property
+    def visual_tokens(self) -> int:
+        """Visual tokens of one sample."""
+        if self.frame_tokens is None:
+            return self.encoded_frames * self.model.vision.keys
+        return sum(self.frame_tokens)
+
+    @cached_property
+    def _tokens_by_rank(self) -> list[list[int]]:
+        """The visual tokens of each frame of one sample, if they differ, by rank, as the model shards them."""
+        from mllm_seqpar.sharding import FrameSizes  # imports torch, which plans of equal frames do not need
+
+        tokens, layout = self.frame_tokens or (), "zigzag" if self.model.cross.earlier_frames else "contiguous"
+        by_rank = FrameSizes(len(tokens), tokens).spans(self.gpus, layout)
+        return [[count for start, stop in spans for count in tokens[start:stop]] for spans in by_rank]
+
+    def sum_over_frames(self, value: Callable[[int], int], at_once: int | None = None) -> int:
+        """Return the sum of `value` of a frame's tokens in the vision tower over the frames of a rank, of all samples;
+        over the largest ones if the tower encodes a number of frames at once. The rank is the one with the most."""
+        vision, frames = self.model.vision, self.local_frames
+        if self.frame_tokens is None:
+            return value(vision.tokens) * min(frames, at_once or frames)
+        patches = vision.tokens // (vision.keys - vision.separators)
+        by_rank = (sorted(own * self.batch, reverse=True)[:at_once] for own in self._tokens_by_rank)
+        return max(sum(value((count - vision.separators) * patches) for count in own) for own in by_rank)
 
     @property
     def features_bytes(self) -> int:
         """Bytes of the visual features of a rank's frames, without their gradient."""
-        return self.local_frames * self.model.vision.keys * self.model.cross.visual_dim * self.element
+        return self.local_keys * self.model.cross.visual_dim * self.element
 
     @property
     def embedding_width(self) -> int:
@@ -158,7 +209,7 @@ class Workload(Description):
 
         In a decoder-only model, these are also the visual ones.
         """
-        visual = self.encoded_frames * self.model.vision.keys if self.model.decoder_only else 0
+        visual = self.visual_tokens if self.model.decoder_only else 0
         return -(-(self.text + visual) // self.text_ranks)
 
     @property
@@ -201,7 +252,11 @@ class Workload(Description):
             return 0.5
         content = 1.0 if self.content_tiles is None else self.content_tiles / self.model.vision.tiles
         placeholders = self.frames if self.model.cross.earlier_frames and self.frames <= self.text else 0
-        return content * (1 - placeholders / (2 * self.text))
+        hidden = 0.5
+        if self.frame_tokens is not None:  # of the keys, in the mean over the placeholders
+            before = pairwise(accumulate(self.frame_tokens, initial=0))
+            hidden = 1 - sum(map(sum, before)) / (2 * self.visual_tokens * len(self.frame_tokens))
+        return content * (1 - hidden * placeholders / self.text)
 
     @property
     def compared(self) -> str:
@@ -216,7 +271,7 @@ class Workload(Description):
             ranks = self.text_ranks
         else:
             sizes, rows, ranks = self.model.cross, -(-self.text // self.gpus), self.gpus
-            keys = self.local_frames // self.batch * self.model.vision.keys
+            keys = self.local_keys // self.batch
         return Problem(
             rows=rows,
             keys=(keys,) * ranks,

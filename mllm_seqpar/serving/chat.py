@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.cli.launch import own_ranks, started_by_launcher
 from mllm_seqpar.cli.options import option, parse_options
 from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import SEED, ServingOptions
 from mllm_seqpar.inference.encoding import Interrupted
-from mllm_seqpar.inference.engine import Job, MediaFile
+from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.evidence import MOMENTS
 from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 
@@ -96,7 +97,7 @@ def chat(argv: Sequence[str]) -> None:
 class Terminal:
     """The conversation with the user, on rank 0."""
 
-    def __init__(self, args: ChatOptions, worker: Worker, video: MediaFile | None) -> None:
+    def __init__(self, args: ChatOptions, worker: Worker, video: Clip | None) -> None:
         self._args, self._worker, self._video = args, worker, video
         self._stop = self._reading = False
         self._reset()
@@ -165,7 +166,7 @@ class Terminal:
         else:
             raise ConfigError(f"/frames {value}: give a number above 0")
 
-    def _show(self, video: MediaFile) -> None:
+    def _show(self, video: Clip) -> None:
         """Begin a conversation about a video; raise VideoError if it does not have these frames."""
         video.open(self._worker.engine.chat_format)
         self._video = video
@@ -173,17 +174,17 @@ class Terminal:
         self._describe_frames()
 
     def _reset(self) -> None:
-        system, self._further, self._shown = self._args.system, list[MediaFile](), 0
+        system, self._further, self._shown = self._args.system, list[Clip](), 0
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._evidence = "no answer about a video yet"
 
-    def _describe_frames(self, video: MediaFile | None = None) -> None:
+    def _describe_frames(self, video: Clip | None = None) -> None:
         video = video or self._video
         assert video is not None
         source = video.open(self._worker.engine.chat_format)
         count = len(source)
         first, last = (source.seconds(number) or 0.0 for number in (0, count - 1))
-        note(f"{video.path}: {count} frames, from {first:.2f} s to {last:.2f} s")
+        note(f"{video.source}: {count} frames, from {first:.2f} s to {last:.2f} s")
 
     def _ask(self, question: str) -> None:
         """Answer a question and add both to the conversation; without an answer, the question is forgotten."""
@@ -237,11 +238,11 @@ class Terminal:
                 signal.signal(number, handler)
 
 
-def _open_video(args: ChatOptions, name: str) -> MediaFile:
+def _open_video(args: ChatOptions, name: str) -> Clip:
     path = os.path.expanduser(name.strip("'\""))
-    file = MediaFile.of("video", path, args.frame_choice().over(DEFAULT_FRAMES))
-    file.open(None)  # raises if it is not a video, before a model is loaded
-    return file
+    clip = Clip.of_file("video", path, args.frame_choice().over(DEFAULT_FRAMES))
+    clip.open()  # raises if it is not a video, before a model is loaded
+    return clip
 
 
 def _clip(value: str, frames: FrameChoice) -> FrameChoice:

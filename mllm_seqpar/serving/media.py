@@ -31,9 +31,8 @@ from urllib.parse import unquote, urlsplit
 
 from starlette.requests import ClientDisconnect
 
-from mllm_seqpar.chats.chat import Medium
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import ConfigError, VideoError, write_fault
-from mllm_seqpar.inference.engine import MediaFile
 from mllm_seqpar.videos.downloads import NotAllowed, blocks, data_blocks, open_url
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.images import is_image_file, jpeg_of
@@ -228,10 +227,10 @@ class MediaStore:
     @contextmanager
     def files(
         self,
-        media: Mapping[str, Medium],
+        media: Mapping[str, Clip],
         frames: FrameChoice,
         abandoned: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[MediaFile, ...]]:
+    ) -> Iterator[tuple[Clip, ...]]:
         """Yield the files of a request's media. Files that exist only for this request are removed at the end.
 
         Args:
@@ -245,14 +244,14 @@ class MediaStore:
         """
         with ExitStack() as used:
             found = []
-            for where, medium in media.items():
+            for where, shown in media.items():
                 try:
                     path, name = (
-                        self._upload(used, medium.source)
-                        if medium.kind == "file"
-                        else self._named(used, medium.source, abandoned)
+                        self._upload(used, shown.source)
+                        if shown.kind == "file"
+                        else self._named(used, shown.source, abandoned)
                     )
-                    found.append(_media_file(str(path), name, medium, frames))
+                    found.append(_clip(str(path), name, shown, frames))
                 except ApiError as error:
                     raise error.at(where) from error
             yield tuple(found)
@@ -405,12 +404,12 @@ def _until(abandoned: Callable[[], bool], blocks: Iterable[bytes]) -> Iterator[b
         yield block
 
 
-def _media_file(path: str, name: str, medium: Medium, frames: FrameChoice) -> MediaFile:
-    if medium.kind == "image_url" or (medium.kind == "file" and is_image_file(path)):
-        if given := medium.frames.given():
+def _clip(path: str, name: str, shown: Clip, frames: FrameChoice) -> Clip:
+    if shown.kind == "image_url" or (shown.kind == "file" and is_image_file(path)):
+        if given := shown.frames.given():
             raise ApiError(400, f"{next(iter(given))} of an image; only a video takes it")
-        return MediaFile.of("image", path, name=name)
-    return MediaFile.of("video", path, medium.frames.over(frames), name=name)
+        return Clip.of_file("image", path, name=name)
+    return Clip.of_file("video", path, shown.frames.over(frames), name=name)
 
 
 class Previews:
@@ -429,7 +428,7 @@ class Previews:
         with self._file(file_id) as file:
             if file.kind == "image":
                 return {"kind": "image"}
-            info = self._probed(file.path)
+            info = self._probed(file.source)
             return {"kind": "video", "seconds": info.duration, "fps": info.fps}
 
     def frame(self, file_id: str, seconds: float) -> bytes:
@@ -441,15 +440,15 @@ class Previews:
         with self._file(file_id) as file, self._decoding:
             if file.kind == "image":
                 raise ApiError(400, f"{file.name}: an image has no time; give the id of a video", param="seconds")
-            info = self._probed(file.path)
+            info = self._probed(file.source)
             plan = info.plan([info.start + min(max(0, int(seconds / info.time_base)), info.length - 1)])
             return jpeg_of(next(read_frames(plan, threads=1))[0], WIDTH)
 
     @contextmanager
-    def _file(self, file_id: str) -> Iterator[MediaFile]:
+    def _file(self, file_id: str) -> Iterator[Clip]:
         self._store.upload(file_id)
-        with self._store.files({"id": Medium("file", file_id)}, FrameChoice()) as (file,):
+        with self._store.files({"id": Clip("file", file_id)}, FrameChoice()) as (file,):
             try:
                 yield file
             except (VideoError, ConfigError) as error:
-                raise ApiError(400, str(error).replace(file.path, file.name), param="id") from error
+                raise ApiError(400, str(error).replace(file.source, file.name), param="id") from error

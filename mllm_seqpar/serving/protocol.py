@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from mllm_seqpar.chats.chat import Allowed, Chat, Medium, MessageError, without_nulls
+from mllm_seqpar.chats.chat import Allowed, Chat, MessageError, without_nulls
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.generation import Answer, Sampling
 from mllm_seqpar.videos.frame_choice import FrameChoice
@@ -218,18 +219,18 @@ class ChatRequest(_SamplingFields):
         """The names of the fields that have no effect."""
         return tuple(dict.fromkeys(self._ignored))
 
-    def media(self) -> dict[str, Medium]:
+    def media(self) -> dict[str, Clip]:
         """Return the media of the messages, by their places in the request."""
         return {
             f"messages[{number}].content[{index}]": part
             for number, turn in enumerate(self._chat.turns)
             for index, part in enumerate(turn.parts)
-            if isinstance(part, Medium)
+            if isinstance(part, Clip)
         }
 
     def conversation(self, kinds: Iterable[str]) -> list[dict[str, Any]]:
         """Return the messages for the model, given whether each of `media` is a video or an image."""
-        return self._chat.with_media(map(Medium, kinds)).to_json()
+        return self._chat.with_media(map(Clip, kinds)).to_json()
 
     def frames(self) -> FrameChoice:
         """Return which frames of its videos are used, as far as their parts state nothing else."""
@@ -312,7 +313,7 @@ def _read_chat(messages: list[Any], ignored: list[str]) -> Chat:
         chat = Chat.parse(plain, _PARTS)
         for number, turn in enumerate(chat.turns):
             for index, part in enumerate(turn.parts):
-                frames = part.frames if isinstance(part, Medium) else FrameChoice()
+                frames = part.frames if isinstance(part, Clip) else FrameChoice()
                 for name in ("num_frames", "max_frames"):
                     if (getattr(frames, name) or 0) > _MOST:
                         raise MessageError(f"has a {name} above {_MOST}; give a smaller one", [number, index, name])

@@ -230,7 +230,7 @@ def _as_api_error(error: JobError, job: Job) -> ApiError:
         return ApiError(500, str(error), code="non_finite_logits", kind="server_error")
     status, kind = (500, "server_error") if failed else (400, "invalid_request_error")
     text = str(error)
-    for file in job.media:  # clients must not learn where files are
-        text = text.replace(file.path, file.name)
+    for clip in job.media:  # clients must not learn where files are
+        text = text.replace(clip.source, clip.name)
     code = "context_length_exceeded" if isinstance(error.cause, LengthError) else None
     return ApiError(status, text, code=code, kind=kind, param="messages")

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.chats.batch import ChatBatch, ChatSample, collate, load_local_images
-from mllm_seqpar.chats.chat import Allowed, Chat, Medium, Turn
+from mllm_seqpar.chats.chat import Allowed, Chat, Turn
 from mllm_seqpar.chats.chat_family import chat_family
-from mllm_seqpar.chats.sources import FrameSource, ImageListSource, ImageTensorSource, VideoSource
+from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
-from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
+from mllm_seqpar.videos.frame_choice import FrameChoice
 
 Example = Mapping[str, Any]
 
@@ -126,30 +128,34 @@ class SeqParDataCollator:
             pixels = tuple(x.unflatten(0, (len(batch.places), -1)) for x in pixels)
         return {name: x for name, x in zip(self._chat_format.frame_names, pixels, strict=True) if len(x)}
 
-    def _source(self, medium: Medium) -> FrameSource:
+    def _source(self, medium: Clip) -> FrameSource:
         shown = medium.source
         if shown is None:
             raise DataError(f"a part of type {medium.kind} has no {medium.kind}, and no column of the example has one")
-        is_file = isinstance(shown, (str, os.PathLike))
-        if medium.kind == "image":
-            return self._chat_format.still_frames(ImageListSource([shown]) if is_file else _in_memory([shown]))
-        if is_file:
-            return VideoSource.open(shown, **vars(self._frames.over(medium.frames).over(DEFAULT_FRAMES)))
+        if medium.kind == "video" and not _is_file(shown):
+            medium = replace(medium, source=tuple(frame_list(shown)))
+        numbers = count()
         try:
-            frames = self._frames.without_times().over(medium.frames).sampled(frame_list(shown))
+            return medium.open(
+                self._chat_format, frames=self._frames, locate=lambda image: _file_or_tensor(image, next(numbers))
+            )
         except ConfigError as error:
             raise DataError(f"a part of type video: {error}") from error
-        named = [isinstance(frame, (str, os.PathLike)) for frame in frames]
-        return ImageListSource(frames) if frames and all(named) else _in_memory(frames)
 
 
-def _in_memory(frames: Sequence[Any]) -> ImageTensorSource:
+def _is_file(shown: Any) -> bool:
+    return isinstance(shown, (str, os.PathLike))
+
+
+def _file_or_tensor(image: Any, number: int) -> Any:
+    """Return a name as it is, and an image in memory as a tensor; raise DataError unless it is uint8."""
+    if _is_file(image):
+        return image
     # Tables return arrays as nested lists.
-    arrays = (torch.tensor(x, dtype=torch.uint8) if isinstance(x, list) else x for x in frames)
-    images = [to_tensor(x, number) for number, x in enumerate(arrays)]
-    if wrong := {str(x.dtype) for x in images if x.dtype != torch.uint8}:
-        raise DataError(f"an image is {', '.join(wrong)}; pass PIL images, or arrays of uint8 from 0 to 255")
-    return ImageTensorSource(images)
+    found = to_tensor(torch.tensor(image, dtype=torch.uint8) if isinstance(image, list) else image, number)
+    if found.dtype != torch.uint8:
+        raise DataError(f"an image is {found.dtype}; pass PIL images, or arrays of uint8 from 0 to 255")
+    return found
 
 
 def _chat(number: int, example: Example, key: str) -> Chat:
@@ -173,7 +179,7 @@ def _chat(number: int, example: Example, key: str) -> Chat:
         media = list(column) if isinstance(column, (list, tuple)) else [column]
         asked = next((parts for turn, parts in zip(chat.turns, contents, strict=True) if turn.role == "user"), None)
         if media and asked is not None and not any(_is_open(part, kind) for parts in contents for part in parts):
-            asked[:0] = [Medium(kind) for _ in media]
+            asked[:0] = [Clip(kind) for _ in media]
         places = [(parts, i) for parts in contents for i, part in enumerate(parts) if _is_open(part, kind)]
         if len(places) != len(media):
             raise DataError(
@@ -181,9 +187,9 @@ def _chat(number: int, example: Example, key: str) -> Chat:
                 f"{{'type': '{kind}'}} without one; pass one for each"
             )
         for (parts, i), medium in zip(places, media, strict=True):
-            parts[i] = Medium(kind, medium, parts[i].frames)
+            parts[i] = Clip(kind, medium, parts[i].frames)
     return Chat(tuple(Turn(turn.role, tuple(parts)) for turn, parts in zip(chat.turns, contents, strict=True)))
 
 
 def _is_open(part: Any, kind: str) -> bool:
-    return isinstance(part, Medium) and part.kind == kind and part.source is None
+    return isinstance(part, Clip) and part.kind == kind and part.source is None

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.chats.data_set import ChatDataset
-from mllm_seqpar.chats.feature_store import model_fingerprint
+from mllm_seqpar.chats.store import TowerStore
 from mllm_seqpar.cli.launch import require_rendezvous, use_cuda
 from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.cli.program_exit import library_errors
@@ -30,8 +30,9 @@ from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.comm.backends import order_launches
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, writing
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
+from mllm_seqpar.models.digests import model_digest, model_fingerprint
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import context_length, load_config, load_processor, model_digest, refuse_adapter
+from mllm_seqpar.models.loading import context_length, load_config, load_processor, refuse_adapter
 from mllm_seqpar.patching.registry import find_adapter
 
 from .arguments import FineTuneOptions, make_options, read_options
@@ -41,7 +42,6 @@ from .export import create_repository, export_dtype, export_model, model_card, r
 from .finetune_trainer import FineTuneData, FineTuneTrainer
 from .model import load_for_training
 from .run_log import write_figure
-from .stored_tower import TOWER_INDEX, TowerStore
 from .trainer_arguments import find_parallelism
 
 _LAUNCH_SETTINGS = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -225,7 +225,7 @@ def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
     run = options.run
     if run.features is None:
         return None
-    if not (Path(run.features) / TOWER_INDEX).exists():  # a store that is complete is only read
+    if not (Path(run.features) / TowerStore.INDEX).exists():  # a store that is complete is only read
         require_writable_directory("features", run.features)
     bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     settings = {

@@ -32,6 +32,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.chats.data_set import ChatDataset
+from mllm_seqpar.chats.store import TowerStore
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.errors import DataError, NonFiniteLogitsError, TransferError, writing
 from mllm_seqpar.integrations.accelerate import reshard
@@ -41,7 +42,7 @@ from .arguments import FineTuneOptions
 from .batches import BatchReader, MicroBatch, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
-from .stored_tower import ARGUMENT, StoredTower, TowerStore
+from .stored_tower import ARGUMENT, StoredTower
 from .trainer import SeqParTrainer, frame_arguments_of, with_host_frames
 
 _log = get_logger(__name__)

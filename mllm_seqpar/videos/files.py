@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -15,24 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.errors import DataError, SeqParError
-
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-
-
-def digest_of(content: str | bytes) -> str:
-    """Return the digest of a text or of bytes that names or identifies data, 32 hexadecimal digits."""
-    return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=16).hexdigest()
-
-
-def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return a digest of the size and of evenly spaced samples of a file, so that a long video is not read whole."""
-    size = os.path.getsize(path)
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with open(path, "rb") as file:
-        for sample in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 @contextmanager

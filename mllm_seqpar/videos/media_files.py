@@ -14,10 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from mllm_seqpar.digests import digest_of
 from mllm_seqpar.errors import PASSED, VideoError, first_line
 
 from .downloads import blocks, data_blocks, open_url
-from .files import atomic_write, digest_of
+from .files import atomic_write
 
 CACHE_VARIABLE = "MLLM_SEQPAR_CACHE"
 """Environment variable with the directory of the cache; default: mllm-seqpar below the user's cache directory."""

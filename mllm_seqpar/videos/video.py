@@ -23,10 +23,10 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+from mllm_seqpar.digests import digest_of, file_digest
 from mllm_seqpar.errors import ConfigError, VideoError
 
 from .container import demuxed, has_fragments, index_of, open_video, require_av, warn_once
-from .files import digest_of, file_digest
 from .frame_choice import FrameChoice
 from .images import is_animated_webp
 from .media_files import media_size

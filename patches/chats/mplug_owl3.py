@@ -18,7 +18,6 @@ from mllm_seqpar.adapting import (
     FrameShard,
     FrameSource,
     ImageListSource,
-    ImageTensorSource,
     Messages,
     check_range,
     media_of,
@@ -37,7 +36,7 @@ class CutImageSource(FrameSource):
         image_processor: cuts the image into tiles of its own image size, which need no further resizing.
     """
 
-    image: ImageListSource | ImageTensorSource
+    image: ImageListSource
     grid: tuple[int, int]
     image_processor: Any = field(compare=False)
 
@@ -122,7 +121,7 @@ class MPlugOwl3Chats(ChatFamily):
             del arguments["media_offset"]
         return arguments
 
-    def still_frames(self, image: ImageListSource | ImageTensorSource) -> FrameSource:
+    def still_frames(self, image: ImageListSource) -> FrameSource:
         if not getattr(self.processor, "cut_enable", False):
             return image
         (size,) = image.sizes()

@@ -161,9 +161,8 @@ class MemoryBenchmark:
                 del loss, features
         saved_bytes, peak_bytes = map(max, zip(*self.comm.gather_ints([saved.bytes, peak.bytes]), strict=True))
         sizes, n = self.scaled.sizes, self.comm.size
-        step = Workload(
-            model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, element=DTYPE.itemsize
-        )
+        options: dict[str, Any] = {"frame_tokens": self.scaled.frame_tokens(frames), "element": DTYPE.itemsize}
+        step = Workload(model=sizes, frames=frames, text=self.text, gpus=n, recompute=mode.recompute, **options)
         planned = sum(memory_after_tower(step, mode.spec(n)).values())
         found = {"frames": frames, "visual_tokens": sum(self.scaled.frame_tokens(frames))}
         return found | {"kept_bytes": saved_bytes, "peak_bytes": peak_bytes, "planned_bytes": planned}

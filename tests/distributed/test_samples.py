@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from family_directories import make_moss_vl
 from family_harness import family_module
 from mllm_seqpar import FrameShard, HostFrames, attention, patch_model, patches, unpatch_model
-from mllm_seqpar.chats.feature_store import open_features, save_features
+from mllm_seqpar.chats.store import open_features, save_features
 from mllm_seqpar.data import ChatDataset
 from mllm_seqpar.families import built_in_chats, built_in_families
 from mllm_seqpar.inference import Sampling

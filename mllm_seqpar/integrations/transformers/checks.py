@@ -20,8 +20,8 @@ from transformers.utils import TransformersKwargs
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, by_rank
 from mllm_seqpar.comm.backends import require_transferable
-from mllm_seqpar.comm.base import fingerprint
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples

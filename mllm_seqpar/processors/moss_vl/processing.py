@@ -21,7 +21,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
 from mllm_seqpar.processors.base import NativeProcessor, flattened
@@ -107,7 +107,7 @@ SUPPORTED = {
 
 
 @dataclass(frozen=True)
-class Clip:
+class TimedFrames:
     """A video, or a segment of one.
 
     Attributes:
@@ -408,14 +408,14 @@ def hidden_frames(ids: Sequence[Sequence[int]], mask: Any, placeholder: int, fra
     return (shown[..., None] <= torch.arange(max(frames)))[:, None]
 
 
-def _videos(clips: Sequence[Clip], options: VideoPixelOptions) -> Iterator[MediumInputs]:
+def _videos(clips: Sequence[TimedFrames], options: VideoPixelOptions) -> Iterator[MediumInputs]:
     sizes = options.sizes([(len(clip), *clip.size) for clip in clips])
     for clip, size in zip(clips, sizes, strict=True):
         patches = torch.cat([resized_patches(frames, size, options).flatten(0, 1) for frames in clip.frames()])
         yield MediumInputs(patches, [len(clip), *options.grid(size)], MossVLProcessor.video_text(clip.times))
 
 
-def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, metadata: Any = None) -> list[Clip]:
+def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, metadata: Any = None) -> list[TimedFrames]:
     """Return the videos of a call; a video with segments gives one clip for each.
 
     Args:
@@ -431,7 +431,7 @@ def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, met
         videos = [video for sample in videos for video in sample]
     files = {number: _probed(video) for number, video in enumerate(videos) if _is_file(video)}
     most = dict(zip(files, options.frames_of_videos([info.duration for info in files.values()] or [0]), strict=False))
-    found: list[Clip] = []
+    found: list[TimedFrames] = []
     for number, video in enumerate(videos):
         if number in files:
             segments = video.get("segments") if isinstance(video, Mapping) else None
@@ -455,12 +455,12 @@ def _probed(video: Any) -> Any:
     return scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
 
 
-def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: int) -> list[Clip]:
+def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: int) -> list[TimedFrames]:
     ticks = info.ticks
     if segments is None:
         numbers = options.frame_numbers(info.frames, info.duration, most)
         source = VideoSource(info.plan(ticks[number] for number in numbers))
-        return [Clip(source, [number / info.fps for number in numbers])]
+        return [TimedFrames(source, [number / info.fps for number in numbers])]
     begin = float(info.start * info.time_base)
     last = max(begin, min((info.frames - 1) / info.fps + begin, begin + info.duration - 1e-6))
     clips = []
@@ -468,11 +468,11 @@ def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: i
         times = [max(begin, min(float(seconds), last)) for seconds in wanted]
         # A time that is a rounded number of seconds stands for the frame at exactly this time.
         places = [int((Fraction(seconds) + Fraction(1, 10**9)) / info.time_base) for seconds in times]
-        clips.append(Clip(VideoSource(info.plan(places)), times))
+        clips.append(TimedFrames(VideoSource(info.plan(places)), times))
     return clips
 
 
-def _clip_of_frames(video: Any, metadata: Any) -> Clip:
+def _clip_of_frames(video: Any, metadata: Any) -> TimedFrames:
     """Return frames as a clip: their times follow from the frame numbers and the rate in the metadata."""
     frames = torch.stack([to_tensor(frame, number) for number, frame in enumerate(frame_list(video))])
     if frames.dtype != torch.uint8:
@@ -482,7 +482,7 @@ def _clip_of_frames(video: Any, metadata: Any) -> Clip:
     numbers = list(range(len(frames))) if numbers is None else [int(number) for number in numbers]
     if len(numbers) != len(frames):
         raise DataError(f"a video has {len(frames)} frames, and its metadata has {len(numbers)} frames_indices")
-    return Clip(frames, [number / fps for number in numbers])
+    return TimedFrames(frames, [number / fps for number in numbers])
 
 
 def _spans_by_text(spans: Any, texts: int) -> list[list[tuple[int, int]]]:

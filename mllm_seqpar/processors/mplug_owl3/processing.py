@@ -15,7 +15,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3.checkpoint import hub_options, processor_options
 from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config

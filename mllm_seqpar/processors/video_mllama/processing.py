@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MllamaProcessor
 from transformers.feature_extraction_utils import BatchFeature
 
-from mllm_seqpar.chats.sources import VideoSource
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.processors.base import flattened

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from lmms_eval_names import lmms_eval_model
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.ask import ask
-from mllm_seqpar.inference.engine import Job, MediaFile
+from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.jobs import joined_worker
 from ranks import ranks
@@ -59,7 +60,7 @@ def answers_around_an_interruption(rank: int, world: int, argv: list[str], video
             assert isinstance(followed, Answer)
             found.append((followed.finish_reason, followed.tokens))
         content = [{"type": "video"}, {"type": "text", "text": "What is it?"}]
-        media, sampling = (MediaFile.of("video", video, FrameChoice(num_frames=5)),), Sampling(max_new_tokens=6)
+        media, sampling = (Clip.of_file("video", video, FrameChoice(num_frames=5)),), Sampling(max_new_tokens=6)
         asked = Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
         for stops in () if rank else (False, True, False):
             polls = itertools.count()  # the second one ends the prefill

@@ -138,7 +138,7 @@ def test_nodes_are_gathered_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
         def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
             return [list(values), *([_fingerprint(host)] for host in hosts)]
 
-    from mllm_seqpar.comm.base import fingerprint as _fingerprint
+    from mllm_seqpar.digests import fingerprint as _fingerprint
 
     assert Ordered(LoopbackWorld(6), 0).nodes == (0, 1, 0, 1, 2, 0)
     monkeypatch.undo()

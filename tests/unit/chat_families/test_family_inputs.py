@@ -19,7 +19,7 @@ from chats import chat, image, text, write_rows
 from family_cases import QWENS
 from family_directories import CHATS, MAKERS, take_samples_without_images
 from mllm_seqpar.chats.chat_family import media_parts, tokenize
-from mllm_seqpar.chats.sources import ImageTensorSource
+from mllm_seqpar.chats.clip import ImageListSource
 from mllm_seqpar.data import ChatDataset, chat_family, load_local_images
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.evidence import frame_times
@@ -240,7 +240,7 @@ def test_processor_of_no_family_is_refused() -> None:
         chat_family(tokenizer)
 
 
-class Timed(ImageTensorSource):
+class Timed(ImageListSource):
     def seconds(self, index: int) -> float:
         return (0.0, 0.5, 2.0)[index]
 

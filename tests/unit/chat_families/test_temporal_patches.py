@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from mllm_seqpar.chats.sources import ImageTensorSource
+from mllm_seqpar.chats.clip import ImageListSource
 from mllm_seqpar.patches.chats.qwen_vl import Qwen3VLChats, TemporalPatches
 from mllm_seqpar.patches.qwen_vl import Qwen3VLFamily
 from mllm_seqpar.sharding import frame_bounds
@@ -22,7 +22,7 @@ def frames(count: int, height: int = 16, width: int = 24) -> list[Tensor]:
     return [torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator) for _ in range(count)]
 
 
-class Recorded(ImageTensorSource):
+class Recorded(ImageListSource):
     """Images that record which of them are read."""
 
     def __init__(self, pictures: list[Tensor]) -> None:
@@ -71,5 +71,5 @@ def test_large_videos_are_resized_within_the_budget_of_all_frames() -> None:
         **CUT, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False
     )
     family = Qwen3VLChats(SimpleNamespace(video_processor=videos), Qwen3VLFamily)
-    sizes = {count: family.units(ImageTensorSource(frames(count, 64, 64))).size for count in (2, 4, 8)}  # type: ignore
+    sizes = {count: family.units(ImageListSource(frames(count, 64, 64))).size for count in (2, 4, 8)}  # type: ignore
     assert sizes == {2: (16, 16), 4: (16, 16), 8: (8, 8)}

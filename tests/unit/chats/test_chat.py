@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from chats import asks, image, says, text, video
-from mllm_seqpar.chats.chat import ANY_MEDIA, FILES, Allowed, Chat, Medium, MessageError
+from mllm_seqpar.chats.chat import ANY_MEDIA, FILES, Allowed, Chat, MessageError
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.videos.frame_choice import FrameChoice
 
@@ -17,25 +18,25 @@ MARKED = Allowed(sources=FILES.sources, files=True, marks=("<|image|>",))
 @pytest.mark.parametrize(
     ("allowed", "part", "medium"),
     [
-        (FILES, image("a.png"), Medium("image", "a.png")),
-        (FILES, image("a.png") | {"fps": None, "text": None}, Medium("image", "a.png")),
-        (FILES, video("a.mp4", fps=2, end=4.5), Medium("video", "a.mp4", FrameChoice(fps=2, end=4.5))),
+        (FILES, image("a.png"), Clip("image", "a.png")),
+        (FILES, image("a.png") | {"fps": None, "text": None}, Clip("image", "a.png")),
+        (FILES, video("a.mp4", fps=2, end=4.5), Clip("video", "a.mp4", FrameChoice(fps=2, end=4.5))),
         (
             FILES,
             {"type": "video", "images": ["a", "b"], "num_frames": 1},
-            Medium("video", ("a", "b"), FrameChoice(num_frames=1)),
+            Clip("video", ("a", "b"), FrameChoice(num_frames=1)),
         ),
-        (IN_MEMORY, {"type": "image"}, Medium("image")),
-        (IN_MEMORY, {"type": "image", "image": 7, "path": "a"}, Medium("image", 7)),
+        (IN_MEMORY, {"type": "image"}, Clip("image")),
+        (IN_MEMORY, {"type": "image", "image": 7, "path": "a"}, Clip("image", 7)),
         (
             IN_MEMORY,
             {"type": "video", "images": [1, 2], "max_frames": 3},
-            Medium("video", [1, 2], FrameChoice(max_frames=3)),
+            Clip("video", [1, 2], FrameChoice(max_frames=3)),
         ),
-        (ANY_MEDIA, {"type": "video", "any": 1, "fps": "fast"}, Medium("video")),
+        (ANY_MEDIA, {"type": "video", "any": 1, "fps": "fast"}, Clip("video")),
     ],
 )
-def test_part_with_a_medium_is_read(allowed: Allowed, part: Any, medium: Medium) -> None:
+def test_part_with_a_medium_is_read(allowed: Allowed, part: Any, medium: Clip) -> None:
     chat = Chat.parse([asks("Before.", part, ""), says("x")], allowed)
     assert chat.turns[0].parts == ("Before.", medium, "") and chat.media == [medium]
     assert chat.turns[1].parts == ("x",)
@@ -50,7 +51,7 @@ def test_messages_are_returned_as_they_were_written() -> None:
     tables = [{**message, "tool_calls": None, "name": None} for message in messages]
     assert Chat.parse(json.loads(json.dumps(tables)), FILES).to_json() == messages
     assert Chat.parse(messages, FILES).turns[1].text == "What?"
-    shown = Chat.parse(messages, FILES).with_media([Medium("video"), Medium("image", "2.png"), Medium("image")])
+    shown = Chat.parse(messages, FILES).with_media([Clip("video"), Clip("image", "2.png"), Clip("image")])
     assert [medium.to_json() for medium in shown.media] == [{"type": "video"}, image("2.png"), {"type": "image"}]
     placeholders = [asks({"type": "image"}, "What?")]
     assert Chat.parse(placeholders).to_json() == placeholders

@@ -14,9 +14,9 @@ from chats import chat, image, video, write_rows
 from clips import decode_all, write_clip
 from mllm_seqpar import SeqParDataCollator
 from mllm_seqpar.chats.batch import MediaError
-from mllm_seqpar.chats.chat import FILES, Chat, Medium
+from mllm_seqpar.chats.chat import FILES, Chat, Clip
+from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.chats.needle import make_tokenizer
-from mllm_seqpar.chats.sources import VideoSource
 from mllm_seqpar.data import ChatDataset, FrameChoice, chat_family, load_local_images
 from mllm_seqpar.errors import DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
@@ -58,7 +58,7 @@ def processor() -> MPlugOwl3Processor:
     return MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=32), tokenizer, cut_enable=False)
 
 
-def medium(part: dict[str, Any]) -> Medium:
+def medium(part: dict[str, Any]) -> Clip:
     (found,) = Chat.parse([{"role": "user", "content": [part]}], FILES).media
     return found
 
@@ -255,4 +255,4 @@ def test_image_lists_are_sampled_evenly(
     assert len(names) == expected and names == sorted(8 - number for number in names)  # symmetric: evenly spaced
     collator, frames = SeqParDataCollator(processor, **options), [Image.open(name) for name in image_list["images"]]
     assert collator._source(medium(image_list | part)) == source
-    assert len(collator._source(Medium("video", frames, FrameChoice(**part)))) == expected
+    assert len(collator._source(Clip("video", frames, FrameChoice(**part)))) == expected

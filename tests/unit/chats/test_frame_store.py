@@ -8,7 +8,7 @@ import torch
 
 from chats import chat, video, write_rows
 from clips import write_clip
-from mllm_seqpar.chats import sources
+from mllm_seqpar.chats import clip as clip_module
 from mllm_seqpar.chats.frame_store import FrameStore
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, VideoSource
@@ -44,7 +44,7 @@ def test_any_range_of_a_lossless_store_is_that_of_the_video_and_decodes_nothing(
     expected = [list(video.read(start, stop, batch=batch)) for start, stop, batch in ranges]
     sizes = video.sizes()
     with monkeypatch.context() as patch:
-        patch.delattr(sources, "read_frames")
+        patch.delattr(clip_module, "read_frames")
         stored = opened(data, name, store, fps=10, threads=threads)
         found = [list(stored.read(start, stop, batch=batch)) for start, stop, batch in ranges]
         assert stored.sizes() == sizes
@@ -122,9 +122,6 @@ def test_a_store_without_these_frames_is_refused(data: Path, store: Path, tmp_pa
 def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
     path = opened(data, "a.mp4", store).stored.path  # type: ignore[union-attr]
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(DataError, match=r"damaged .* does not have the bytes of 24 frames"):
-        opened(data, "a.mp4", store)
     path.write_bytes(content[: 7 * 9216] + bytes([content[7 * 9216] ^ 1]) + content[7 * 9216 + 1 :])
     with pytest.raises(DataError, match=r"damaged \(frame 7 does not have the checksum .* delete the file, and run"):
         list(opened(data, "a.mp4", store).read(4, 9))
@@ -134,9 +131,6 @@ def test_a_damaged_store_is_refused(data: Path, store: Path) -> None:
     assert check([str(data), "--store", str(store), "--fps", "10"]) == 0 and path.read_bytes() == content
     path.with_suffix(".json").write_text("{")
     with pytest.raises(DataError, match="damaged"):
-        opened(data, "a.mp4", store)
-    (store / "frames.json").write_text("[]")
-    with pytest.raises(DataError, match="not an index of a frame store"):
         opened(data, "a.mp4", store)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from browser import CHROMIUM, Chromium
 from mllm_seqpar import patch_model
-from mllm_seqpar.chats.sources import FeatureFrames
+from mllm_seqpar.chats.clip import FeatureFrames
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.inference import (

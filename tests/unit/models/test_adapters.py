@@ -11,7 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.models.digests import model_digest
+from mllm_seqpar.models.loading import load_model, load_processor
 
 
 @pytest.fixture

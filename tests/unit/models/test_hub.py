@@ -6,11 +6,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from mllm_seqpar.chats.feature_store import model_fingerprint
 from mllm_seqpar.chats.records import open_records
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.digests import model_digest, model_fingerprint
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.model_sizes import read_model
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.models.loading import load_model, load_processor, model_digest
+from mllm_seqpar.models.digests import model_digest
+from mllm_seqpar.models.loading import load_model, load_processor
 
 NORM = "model.layers.1.input_layernorm.weight"
 

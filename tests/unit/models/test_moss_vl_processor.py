@@ -220,7 +220,7 @@ class TestFrames:
         assert [text.count(f"{t} seconds") for t in ("0.5", "0.8", "1.2", "1.9")] == [1, 1, 1, 1]
 
     def test_frames_of_a_file_equal_those_decoded_before(self, processor: MossVLProcessor, clip: Path) -> None:
-        from mllm_seqpar.chats.sources import VideoSource
+        from mllm_seqpar.chats.clip import VideoSource
 
         every = torch.cat(list(VideoSource.open(clip).read(0, 20)))
         given = {"fps": 10.0, "frames_indices": [0, 19]}

@@ -21,7 +21,7 @@ from transformers import IdeficsConfig, PreTrainedConfig
 from family_directories import make_idefics
 from family_harness import build, check_exact, check_tokens, model_of, traces
 from mllm_seqpar import patch_model, register_adapter
-from mllm_seqpar.chats.sources import ImageTensorSource
+from mllm_seqpar.chats.clip import ImageListSource
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data import chat_family
@@ -149,7 +149,7 @@ def test_questions_to_the_family_of_the_guide_are_answered_as_by_unpatched(famil
     processor.chat_template = TEMPLATE
     chat_format = chat_family(processor)
     assert type(chat_format) is family.chat and chat_format.family is family
-    video = ImageTensorSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
+    video = ImageListSource(list(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)))
     question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What is it?"}]}]
     text = chat_format.text([question], [[video]], add_generation_prompt=True)
     assert text.extras["image_attention_mask"].sum(2)[0].tolist() == [0] * 5 + [1] * (text.input_ids.shape[1] - 5)

@@ -175,7 +175,7 @@ def test_frozen_tower_allocates_as_many_bytes_as_planned() -> None:
     assert peak.bytes == pytest.approx(frozen_tower_memory(run), rel=0.02)
     long = replace(run, frames=800, vision_chunk_size=None)
     held = peak_memory(long, ONE_RANK)  # no text: the tower is the peak
-    tower = frozen_tower_memory(long) + pixels_on_device(long, long.tower_frames)
+    tower = frozen_tower_memory(long) + pixels_on_device(long, long.vision_chunk_size)
     assert held["features"] + held["activations"] + held["buffers"] == tower
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar import patch_model
-from mllm_seqpar.chats.feature_store import open_features, save_features
+from mllm_seqpar.chats.store import open_features, save_features
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime import visual_features

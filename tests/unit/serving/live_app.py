@@ -36,7 +36,7 @@ class FakeWorker:
     def run(self, job: Any, *, on_start: Any, progress: Any, on_text: Any, interrupted: Callable[[], bool]) -> Answer:
         self.jobs.append(job)
         if "broken" in str(job.messages):
-            raise JobError(VideoError(f"{job.media[0].path if job.media else 'the video'} is damaged"))
+            raise JobError(VideoError(f"{job.media[0].source if job.media else 'the video'} is damaged"))
         if "bug" in str(job.messages):
             raise JobError(KeyError("/inner/path"), Outcome.FAILED)
         if "overflow" in str(job.messages):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from family_directories import MAKERS, family_folder
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.cli.options import parse_options
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import agree
@@ -19,7 +20,7 @@ from mllm_seqpar.errors import NonFiniteLogitsError, SeqParError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.encoding import Interrupted
-from mllm_seqpar.inference.engine import Engine, Job, MediaFile
+from mllm_seqpar.inference.engine import Engine, Job
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import patch_of
@@ -32,8 +33,8 @@ FEW = Sampling(max_new_tokens=5)
 
 
 @pytest.fixture
-def video(inference_files: Path) -> MediaFile:
-    return MediaFile.of("video", str(inference_files / "clip.mp4"), FrameChoice(num_frames=3))
+def video(inference_files: Path) -> Clip:
+    return Clip.of_file("video", str(inference_files / "clip.mp4"), FrameChoice(num_frames=3))
 
 
 def on_ranks(world: int, model: Path, body: Callable[[Engine], Any], keep: int = 1) -> list[Any]:
@@ -47,7 +48,7 @@ def on_ranks(world: int, model: Path, body: Callable[[Engine], Any], keep: int =
     return run_loopback(world, run)
 
 
-def job(*media: MediaFile, question: str = "What is it?", sampling: Sampling = FEW) -> Job:
+def job(*media: Clip, question: str = "What is it?", sampling: Sampling = FEW) -> Job:
     content = [*({"type": file.kind} for file in media), {"type": "text", "text": question}]
     return Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
 
@@ -68,7 +69,7 @@ def run(worker: Worker, asked: Job, **options: Any) -> Answer:
     return found
 
 
-def test_job_survives_its_way_to_the_other_ranks(video: MediaFile) -> None:
+def test_job_survives_its_way_to_the_other_ranks(video: Clip) -> None:
     asked = Job(messages=[{"role": "user", "content": "?"}], media=(video,), sampling=FEW, stop=("x", "y"))
     assert Job.from_json(asked.to_json()) == asked
 
@@ -92,8 +93,8 @@ SAMPLED = Sampling(
 def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, sampling: Sampling) -> None:
     folder = family_folder()
     model = folder / name
-    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
-    images = [MediaFile.of("image", str(folder / f"{number}.png")) for number in (1, 2)]
+    clip = Clip.of_file("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
+    images = [Clip.of_file("image", str(folder / f"{number}.png")) for number in (1, 2)]
     asked = job(images[0], clip, images[1], sampling=sampling)
     worlds = (1, 2) if sampling is FEW else (1,)  # ranks that are threads share their random numbers
     replies = [reply for world in worlds for reply in on_ranks(world, model, lambda engine: answer(engine, asked))]
@@ -117,8 +118,8 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, s
 def test_evidence_of_a_decoder_only_model_names_the_medium_and_its_frames(name: str) -> None:
     """The second job continues the kept conversation."""
     folder = family_folder()
-    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
-    image = MediaFile.of("image", str(folder / "1.png"))
+    clip = Clip.of_file("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
+    image = Clip.of_file("image", str(folder / "1.png"))
     first, again = (replace(job(image, clip), evidence=number) for number in (9, 3))
     found = [
         reply
@@ -136,11 +137,11 @@ def test_evidence_of_a_decoder_only_model_names_the_medium_and_its_frames(name: 
 
 
 def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
-    inference_files: Path, video: MediaFile, tmp_path: Path
+    inference_files: Path, video: Clip, tmp_path: Path
 ) -> None:
     damaged, calls = tmp_path / "cut.mp4", []
     damaged.write_bytes((inference_files / "clip.mp4").read_bytes()[:20_000])
-    broken = MediaFile.of("video", str(damaged), FrameChoice(num_frames=3))
+    broken = Clip.of_file("video", str(damaged), FrameChoice(num_frames=3))
 
     def body(engine: Engine) -> tuple[list[type], Answer]:
         first_rank = engine.comm.rank == 0
@@ -155,7 +156,7 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
                 engine.prepare(asked, interrupted=interrupted)
             found.append(type(error.value))
         again = answer(engine, job(video), progress=lambda *_: calls.append(1))
-        other = job(MediaFile.of("video", video.path, FrameChoice(num_frames=4)))
+        other = job(Clip.of_file("video", video.source, FrameChoice(num_frames=4)))
         with pytest.raises(SeqParError) as error:
             engine.prepare(other, interrupted=(lambda: True) if first_rank else None)
         found.append(type(error.value))
@@ -168,7 +169,7 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
 
 
 def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
-    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch
+    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
@@ -193,7 +194,7 @@ FAILURES = {
 
 
 def test_failure_of_one_rank_makes_all_ranks_forget(
-    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch
+    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, errors = Conversation.encode, iter(FAILURES.values())
 
@@ -205,9 +206,9 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
     def body(engine: Engine) -> tuple[list[str], list[int]]:
         worker = Worker(engine)
         choices = [FrameChoice(num_frames=count) for count in (3, 2, 4)]
-        first, second, failing = (MediaFile.of("video", video.path, frames) for frames in choices)
+        first, second, failing = (Clip.of_file("video", video.source, frames) for frames in choices)
 
-        def cached_tokens(*files: MediaFile) -> list[int]:
+        def cached_tokens(*files: Clip) -> list[int]:
             return [run(worker, job(file)).cached_tokens for file in files]
 
         texts, cached = [], cached_tokens(first, second, first)
@@ -226,7 +227,7 @@ def test_failure_of_one_rank_makes_all_ranks_forget(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_error_before_the_first_pass_is_an_error_of_the_job(
-    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch, world: int
+    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
     refused = Sampling(max_new_tokens=5, temperature=1.0, seed=7)
     arguments = Sampling.generate_arguments
@@ -248,7 +249,7 @@ def test_error_before_the_first_pass_is_an_error_of_the_job(
     assert not encoded  # the frames stayed encoded
 
 
-def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_files: Path, video: MediaFile) -> None:
+def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_files: Path, video: Clip) -> None:
     def fail(*args: Any) -> None:
         raise KeyError("name")
 
@@ -265,7 +266,7 @@ def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_file
 
 
 def test_features_of_an_impossible_job_are_freed_at_once(
-    inference_files: Path, video: MediaFile, monkeypatch: pytest.MonkeyPatch
+    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features: list[weakref.ref[torch.Tensor]] = []
 
@@ -304,7 +305,7 @@ def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
     name: str, world: int, shard_prompt_from: int | None, inference_files: Path
 ) -> None:
     folder = inference_files if name == "gated" else family_folder()
-    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
+    clip = Clip.of_file("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
 
     def body(engine: Engine) -> tuple[list[int], list[Answer]]:
         worker, calls, patch = Worker(engine), [0], patch_of(engine.model)
@@ -336,7 +337,7 @@ def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
 
 @pytest.mark.parametrize(("world", "temperature"), [(1, 1.0), (2, 0.0), (2, 1.0)])
 def test_logits_that_are_not_finite_are_an_error_of_the_job(
-    inference_files: Path, video: MediaFile, world: int, temperature: float
+    inference_files: Path, video: Clip, world: int, temperature: float
 ) -> None:
     def body(engine: Engine) -> None:
         worker, head = Worker(engine), engine.model.get_output_embeddings()  # type: ignore[operator]
@@ -357,7 +358,7 @@ def test_long_continuation_is_computed_in_chunks(
     name: str, world: int, inference_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = inference_files if name == "gated" else family_folder()
-    clip = MediaFile.of("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
+    clip = Clip.of_file("video", str(folder / "clip.mp4"), FrameChoice(num_frames=3))
     first = replace(job(clip), evidence=3)
     says = {"role": "assistant", "content": [{"type": "text", "text": "A dot."}]}
     asks = {"role": "user", "content": [{"type": "text", "text": "Where is it, when does it move, and what is it?"}]}
@@ -392,7 +393,7 @@ def test_long_continuation_is_computed_in_chunks(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_message_with_a_further_video_continues_the_conversation(
-    ranks: int, inference_files: Path, video: MediaFile
+    ranks: int, inference_files: Path, video: Clip
 ) -> None:
     other = replace(video, frames=FrameChoice(num_frames=4))
     begun = job(video)
@@ -411,7 +412,7 @@ def test_message_with_a_further_video_continues_the_conversation(
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_video_after_a_conversation_of_text_alone_begins_its_own(inference_files: Path, video: MediaFile) -> None:
+def test_video_after_a_conversation_of_text_alone_begins_its_own(inference_files: Path, video: Clip) -> None:
     """A conversation without media, of this or another client, has nothing that media could follow."""
     question = replace(job(video), messages=[{"role": "user", "content": "Hello?"}], media=())
     (found,) = on_ranks(

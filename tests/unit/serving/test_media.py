@@ -22,7 +22,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 from PIL import Image
 
 from launch import PYTHON
-from mllm_seqpar.chats.chat import Medium
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving.media import MediaStore, upload_folder
 from mllm_seqpar.serving.protocol import ApiError
@@ -34,13 +34,13 @@ def store(folder: Path, **options: Any) -> MediaStore:
     return MediaStore(folder / "store", **{"max_bytes": 1000, "max_total": 1500} | options)
 
 
-def parts(url: str, **frames: Any) -> dict[str, Medium]:
-    return {"part": Medium("video_url", url, FrameChoice(**frames))}
+def parts(url: str, **frames: Any) -> dict[str, Clip]:
+    return {"part": Clip("video_url", url, FrameChoice(**frames))}
 
 
 def resolve(media: MediaStore, url: str, **frames: Any) -> Any:
     with media.files(parts(url, **frames), FrameChoice(fps=1.0, max_frames=8)) as (file,):
-        return file, Path(file.path).read_bytes()
+        return file, Path(file.source).read_bytes()
 
 
 def test_paths_stay_below_the_media_root(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
         upload = media.add(file, "../../a.mp4", "vision")  # the content decides that it is an image
     with source.open("rb") as file, pytest.raises(ApiError, match="delete files first"):
         media.add(file, "b.mp4", "vision")
-    part = {"part": Medium("file", upload.id)}
+    part = {"part": Clip("file", upload.id)}
     with media.files(part, FrameChoice()) as (found,):
         media.delete(upload.id)
-        assert found.kind == "image" and Path(found.path).stat().st_size == 900
+        assert found.kind == "image" and Path(found.source).stat().st_size == 900
     assert not list((tmp_path / "store").iterdir())
     with pytest.raises(ApiError, match="no uploaded file"), media.files(part, FrameChoice()):
         pass

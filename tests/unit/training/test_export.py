@@ -12,14 +12,15 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
 
 from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.store import TowerStore
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.models.loading import model_digest
+from mllm_seqpar.models.digests import model_digest
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import export
 from mllm_seqpar.training.arguments import make_options, read_options
 from mllm_seqpar.training.export import create_repository, export_dtype, export_model, model_card, run_on_rank_0
-from mllm_seqpar.training.stored_tower import StoredTower, TowerRows, TowerStore
+from mllm_seqpar.training.stored_tower import StoredTower, TowerRows
 from model_copies import tiny_model
 from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 

@@ -10,12 +10,12 @@ import pytest
 
 from chats import chat, video, write_rows
 from clips import write_clip
-from mllm_seqpar.chats import sources
+from mllm_seqpar.chats import clip as clip_module
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.inference.engine import MediaFile
 from mllm_seqpar.videos import reader
 from mllm_seqpar.videos.reader import frames_to_decode
 from mllm_seqpar.videos.video import scan
@@ -25,13 +25,13 @@ from mllm_seqpar.videos.video import scan
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """The (threads, decoder) of each read."""
     found: list[tuple[Any, Any]] = []
-    read = sources.read_frames
+    read = clip_module.read_frames
 
     def recorded(*args: Any, threads: Any, decoder: Any, **options: Any) -> Any:
         found.append((threads, decoder))
         return read(*args, threads=threads, decoder=decoder, **options)
 
-    monkeypatch.setattr(sources, "read_frames", recorded)
+    monkeypatch.setattr(clip_module, "read_frames", recorded)
     return found
 
 
@@ -66,7 +66,7 @@ def test_options_reach_the_decoder(tmp_path: Path, used: list[Any]) -> None:
     path = write_rows(tmp_path / "one.jsonl", [needle.sample(tmp_path)])
     (source,) = ChatDataset(path, None, threads=2)[0].sources
     assert isinstance(source, VideoSource) and len(list(source.read(0, 2))) == 1
-    list(MediaFile.of("video", needle.path, FrameChoice(fps=1.0)).open(None, threads=3, decoder="pyav").read(0, 1))
+    list(Clip.of_file("video", needle.path, FrameChoice(fps=1.0)).open(None, threads=3, decoder="pyav").read(0, 1))
     assert check([str(path)]) == 0 and check([str(path), "--decode_threads", "2"]) == 0
     assert list(dict.fromkeys(used)) == [(2, "pyav"), (3, "pyav"), (1, "pyav")]
     with pytest.raises(ConfigError, match="--decode_threads: -1 is not allowed"):

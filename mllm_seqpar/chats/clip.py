@@ -1,12 +1,14 @@
-"""Frame sources: one interface for the planned frames of a video file and for a list of image files.
+"""What a chat shows: a clip states which frames of what are looked at, and opening it gives a source that reads them.
 
-A source only names the files, so it is cheap to create and to pickle. `read` opens them.
+A `Clip` is a part of a chat. It names files or holds images, so it can be compared, kept and sent to other ranks, and
+only `open` has to find them. A `FrameSource` is an opened clip: the planned frames of a video, a list of images, or
+frames of which only the features are stored. It is cheap to pickle; `read` opens the files again.
 """
 
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -14,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mllm_seqpar.digests import file_digest
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
-from mllm_seqpar.videos.files import file_digest
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.videos.images import image_size, read_image
 from mllm_seqpar.videos.media_files import local_media, media_size
 from mllm_seqpar.videos.prefetch import stacked
@@ -23,6 +26,87 @@ from mllm_seqpar.videos.reader import check_range, read_frames
 from mllm_seqpar.videos.video import FramePlan, plan_frames, probe, source_meta
 
 from .frame_store import FrameFile, FrameStore
+
+ANY_FRAMES = FrameChoice()
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video, a list of images as a video, or an image, and which of its frames are looked at.
+
+    Attributes:
+        kind: "video" or "image".
+        source: the name of a file, or an image in memory; of a video also several of them, a tuple if they are opened.
+            None: what is shown is passed beside the chat.
+        frames: which frames of a video, or of a list of images.
+        version: changes with the contents of the file, if they may change while the clip is kept.
+        name: the user's name for it, for messages.
+    """
+
+    kind: str
+    source: Any = None
+    frames: FrameChoice = ANY_FRAMES
+    version: str = ""
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def of_file(cls, kind: str, path: str, frames: FrameChoice | None = None, *, name: str = "") -> "Clip":
+        """Return the clip of a file in its current version; raise ConfigError if there is none."""
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
+        version = f"{facts.st_size} {facts.st_mtime_ns}"
+        return cls(kind, os.path.abspath(path), frames or ANY_FRAMES, version, name or path)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of its files, as its record writes them."""
+        return list(self.source) if isinstance(self.source, (list, tuple)) else [self.source]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Clip":
+        source = tuple(values["images"]) if "images" in values else values.get("path")
+        kept = {name: values.get(name, "") for name in ("version", "name")}
+        return cls(values["type"], source, FrameChoice.of(values), **kept)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part of a message that shows this clip, of files; `from_json` reads it."""
+        source: dict[str, Any] = {} if self.source is None else {"path": self.source}
+        if isinstance(self.source, (list, tuple)):
+            source = {"images": self.files}
+        kept = {name: getattr(self, name) for name in ("version", "name") if getattr(self, name)}
+        return {"type": self.kind, **source, **self.frames.given(), **kept}
+
+    def open(
+        self,
+        chat_format: Any = None,
+        *,
+        frames: FrameChoice = ANY_FRAMES,
+        locate: Callable[[Any], Any] = lambda source: source,
+        video: Callable[..., "VideoSource"] | None = None,
+        **decoding: Any,
+    ) -> "FrameSource":
+        """Find the files, and return the source of the frames.
+
+        Args:
+            chat_format: of the model, which may cut an image into several; None: one frame for each image.
+            frames: a choice of the caller, which precedes that of the clip.
+            locate: returns the path for a name in `source`, or the tensor for an image in memory.
+            video: opens a video, for example with a cache; default: `VideoSource.open`.
+            decoding: its arguments that say how the frames are read.
+
+        Raises:
+            VideoError: a file is missing or unreadable.
+        """
+        if self.kind == "image":
+            still = ImageListSource([locate(self.source)])
+            return still if chat_format is None else chat_format.still_frames(still)
+        if isinstance(self.source, tuple):
+            images = frames.without_times().over(self.frames).sampled(self.source)
+            return ImageListSource([locate(image) for image in images])
+        chosen = frames.over(self.frames).over(DEFAULT_FRAMES)
+        return (video or VideoSource.open)(locate(self.source), **vars(chosen), **decoding)
 
 
 class FrameSource(ABC):
@@ -156,60 +240,61 @@ class VideoSource(FrameSource):
 
 @dataclass(frozen=True)
 class ImageListSource(FrameSource):
-    """A list of image files as a video, one frame each."""
+    """Images as a video, one frame each.
 
-    paths: tuple[str, ...]
+    Attributes:
+        images: names of files, and images in memory: uint8 tensors (3, H, W).
+    """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        names = tuple(local_media(p) for p in paths)
-        if not names:
+    images: tuple[str | Tensor, ...]
+
+    def __init__(self, images: Sequence[str | os.PathLike[str] | Tensor]) -> None:
+        found = tuple(image if isinstance(image, Tensor) else local_media(image) for image in images)
+        if not found:
             raise VideoError("an image list without images; pass at least one path")
-        for name in names:
-            if media_size(name) < 0:
-                raise VideoError(f"{name}: no such file; an image list needs paths of image files")
-        object.__setattr__(self, "paths", names)
+        for image in found:
+            if not isinstance(image, Tensor) and media_size(image) < 0:
+                raise VideoError(f"{image}: no such file; an image list needs paths of image files")
+        object.__setattr__(self, "images", found)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.images)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The names of the files."""
+        return tuple(image for image in self.images if not isinstance(image, Tensor))
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each image, from the files' headers."""
-        return [image_size(name) for name in self.paths]
+        """Return (height, width) of each image; of files, from their headers."""
+        return [_height_and_width(x) if isinstance(x, Tensor) else image_size(x) for x in self.images]
 
     @property
     def name(self) -> str:
-        return self.paths[0]
+        return next(iter(self.paths), "")
 
     def key(self) -> str:
         """Return the digests of the files."""
+        if len(self.paths) < len(self):
+            return super().key()
         return json.dumps([file_digest(path) for path in self.paths])
 
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
-        yield from stacked((read_image(name, size) for name in self.paths[start:stop]), batch)
+        yield from stacked((_pixels(image, size) for image in self.images[start:stop]), batch)
 
 
-@dataclass(frozen=True, eq=False)
-class ImageTensorSource(FrameSource):
-    """Images in memory, uint8 tensors (3, H, W), as frames."""
+def _pixels(image: str | Tensor, size: tuple[int, int] | None) -> Any:
+    if not isinstance(image, Tensor):
+        return read_image(image, size)
+    if size not in (None, _height_and_width(image)):
+        raise VideoError(f"size is {size}; an image in memory is {_height_and_width(image)}: leave size out")
+    return image
 
-    images: Sequence[Tensor]
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of each image."""
-        return [(int(image.shape[1]), int(image.shape[2])) for image in self.images]
-
-    def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
-        """Yield images start <= i < stop, one at a time."""
-        check_range(start, stop, len(self), batch)
-        for image in self.images[start:stop]:
-            if size not in (None, tuple(image.shape[1:])):
-                raise VideoError(f"size is {size}; an image in memory is {tuple(image.shape[1:])}: leave size out")
-            yield image[None]
+def _height_and_width(image: Tensor) -> tuple[int, int]:
+    return int(image.shape[1]), int(image.shape[2])
 
 
 @dataclass(frozen=True)
