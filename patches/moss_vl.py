@@ -268,7 +268,7 @@ class MossVLFamily(Family[MossVLInputs]):
 
     def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
-        layout: Any = inputs.layout if state is None or inputs.frames is not None else state.media_layout
+        layout: Any = inputs.layout if state is None or inputs.frames is not None else state.frame_facts
         rows = layout.rows(inputs.past_length, inputs.length)
         first, stop = (x[inputs.prompt_rows] for x in rows)
         return FrameMask.from_intervals(first, torch.maximum(first, stop), layout.tokens, layout.total_frames)
@@ -288,15 +288,15 @@ class MossVLFamily(Family[MossVLInputs]):
 
     def continue_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         if not inputs.past_length:
-            cache_state.media_layout = inputs.layout  # later tokens of a padded text need it also without frames
+            cache_state.frame_facts = inputs.layout  # later tokens of a padded text need it also without frames
             return
         crop_layout(cache_state, inputs.past_length)
-        if cache_state.media_layout is not None:
-            cache_state.media_layout = cache_state.media_layout.to("cpu")  # the native model leaves it on its device
+        if cache_state.frame_facts is not None:
+            cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
 
     def complete_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         if inputs.total_frames:
-            cache_state.media_layout = inputs.layout
+            cache_state.frame_facts = inputs.layout
 
     def inputs(
         self,

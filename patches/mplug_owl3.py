@@ -165,7 +165,7 @@ class MPlugOwl3Family(Family[Any]):
 
     def visibility(self, inputs: _MPlugOwl3Inputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
-        layout = inputs.layout if state is None else state.media_layout
+        layout = inputs.layout if state is None else state.frame_facts
         assert layout is not None
         first, stop = (x[inputs.prompt_rows] for x in layout.rows(inputs.past_length, inputs.length))
         return FrameMask.from_intervals(first, stop, tokens, units)
@@ -184,11 +184,11 @@ class MPlugOwl3Family(Family[Any]):
     def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Remove the frames whose text was cropped from the cache, as the native model does."""
         crop_frames(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
-        if cache_state.media_layout is not None:
-            cache_state.media_layout = cache_state.media_layout.to("cpu")  # the native model leaves it on its device
+        if cache_state.frame_facts is not None:
+            cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
 
     def complete_cache(self, inputs: _MPlugOwl3Inputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        cache_state.media_layout = inputs.layout
+        cache_state.frame_facts = inputs.layout
 
     def inputs(
         self,

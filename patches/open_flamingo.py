@@ -44,10 +44,12 @@ from mllm_seqpar.adapting import (
     FrameShard,
     HostFrames,
     KVProjection,
+    Pass,
     Patch,
     SeqParContext,
     SequenceParallelCacheState,
     ShapeError,
+    Tower,
     as_forward,
     cache_state_of,
     check_frames,
@@ -55,12 +57,10 @@ from mllm_seqpar.adapting import (
     copy_to_host,
     frame_bounds,
     is_instance_by_name,
-    local_features,
     merge_heads,
     patch_generate,
     require_same_inputs,
     rotate_by_whole_text,
-    run_pass,
     takes_cache,
     tensor_of,
 )
@@ -271,7 +271,8 @@ class OpenFlamingoFamily(Family[MediaInputs]):
     def complete_cache(self, inputs: MediaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         assert inputs.media is not None
         cache_state.frame_fingerprints.add(inputs.media.fingerprint)
-        cache_state.samples, cache_state.media_counts = inputs.media.samples, inputs.on_host("time")
+        # (rows of the prompt, tokens) on the CPU: the number of media tokens at or before each token.
+        cache_state.samples, cache_state.frame_facts = inputs.media.samples, inputs.on_host("time")
 
     def visibility(self, inputs: MediaInputs, units: int, tokens: int) -> FrameMask:
         """Return the rule that is tabulated in the module's docstring."""
@@ -351,7 +352,7 @@ def _with_media(unpatched: Any) -> Any:
     @takes_cache
     @functools.wraps(unpatched)
     def wrapper(
-        vision_x: Tensor | HostFrames | None = None,
+        vision_x: Tensor | HostFrames | Media | None = None,
         lang_x: Tensor | None = None,
         *args: Any,
         cache: Cache | None = None,
@@ -365,7 +366,9 @@ def _with_media(unpatched: Any) -> Any:
         kwargs |= {} if cache is None else {"past_key_values": cache}  # the only name that `Flamingo` takes
         if lang_x is None:
             raise ShapeError("lang_x is None; pass the token ids as lang_x or input_ids")
-        media = None if vision_x is None else Media.of(vision_x, visual_shard, lang_x.shape[0])
+        media = vision_x
+        if vision_x is not None and not isinstance(vision_x, Media):
+            media = Media.of(vision_x, visual_shard, lang_x.shape[0])
         return unpatched(media, lang_x, *args, **kwargs)
 
     wrapper.__doc__ = (unpatched.__doc__ or "") + _VISUAL_SHARD_DOC
@@ -408,11 +411,10 @@ def _cache_media(model: Any, family: OpenFlamingoFamily) -> Any:
         inputs = MediaInputs.of(media, time, comm, input_ids=input_ids)
 
         def check() -> None:
-            check_frames(family, inputs)
+            check_frames(inputs, comm, family.frame_arguments)
             family.check_inputs(inputs)
 
-        require_same_inputs(comm, inputs, check)
-        media.features = local_features(family, inputs)
+        media.features = Tower(family, require_same_inputs(comm, inputs, check)).features()
         unpatched(input_ids, media)
 
     return cache_media
@@ -447,7 +449,7 @@ def _language_model_forward(language_model: Any, family: OpenFlamingoFamily) -> 
             use_cache=cache is not None or bool(use_cache),
             detects_packing=family.language_model.detects_packing and not use_cache,
         )
-        return run_pass(family, inputs, logits_to_keep, kwargs)
+        return Pass(family, inputs, logits_to_keep, kwargs).run()
 
     return as_forward(language_model, forward)
 
@@ -472,7 +474,7 @@ def _in_cache(language_model: Any, media: Media | None, cache: Cache | None, inp
 
 def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tensor, past: int) -> bool:
     """Return whether each medium, of those of the cache and of `media`, has a media token in each row of the text."""
-    if state.media_counts is None or state.frames is None:
+    if state.frame_facts is None or state.frames is None:
         return False
     before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
     known = _media_tokens_before(state, past, media_tokens.shape[0])
@@ -481,15 +483,15 @@ def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tens
 
 def _media_tokens_before(state: SequenceParallelCacheState, past: int, batch: int) -> Tensor:
     """Return (batch,), the number of media tokens among the first `past` tokens of each row."""
-    assert state.media_counts is not None
-    known = min(past - state.first_token, state.media_counts.shape[1])
-    return state.media_counts[state.rows_of(batch), known - 1]
+    assert state.frame_facts is not None
+    known = min(past - state.first_token, state.frame_facts.shape[1])
+    return state.frame_facts[state.rows_of(batch), known - 1]
 
 
 def _continued(time: Tensor, language_model: Any, input_ids: Tensor, cache: Any, cached: bool) -> Tensor:
     """Return the time (B, L) of rows that follow media of several passes, and `time` of any others."""
     state = cache_state_of(cache) if cache is not None and cache.get_seq_length() else None
-    if state is None or state.media_counts is None or (cached and not state.earlier):
+    if state is None or state.frame_facts is None or (cached and not state.earlier):
         return time
     before = copy_to_device(_media_tokens_before(state, int(cache.get_seq_length()), len(input_ids)), input_ids.device)
     return (input_ids == language_model.media_token_id).cumsum(dim=-1) + before[:, None]

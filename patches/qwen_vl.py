@@ -299,18 +299,18 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         patch.set(self.model, "_prepare_position_ids_for_generation", positions)
 
     def _store_offsets(self, cache: Cache, inputs: QwenVLInputs) -> None:
-        """Store the offsets of the positions of later tokens with the cache.
+        """Store the offsets of the positions of later tokens, (rows of the prompt, 1) on the CPU, with the cache.
 
         transformers stores them on the model (`rope_deltas`), where each prompt replaces the offsets of the one before.
         """
         state, offsets = cache_state_of(cache), self.model.model.rope_deltas
         assert state is not None
         rows = state.rows_of(inputs.batch)
-        if state.position_offsets is None:
-            state.position_offsets = torch.zeros(int(rows.max()) + 1, 1, dtype=torch.long)
+        if state.text_facts is None:
+            state.text_facts = torch.zeros(int(rows.max()) + 1, 1, dtype=torch.long)
         # Beams of a sample share its offset. With positions of the caller, the model may have those of another prompt.
         if offsets is not None and inputs.batch % offsets.shape[0] == 0:
-            state.position_offsets[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
+            state.text_facts[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
 
     def _restore_offsets(self, cache: Cache | None, text: Tensor) -> None:
         """Give the model the offsets (B, 1) of the cached text that `text` (B, ...) continues.
@@ -318,9 +318,9 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         If the cache has several beams of each sample, they are the offsets of the first.
         """
         state = cache_state_of(cache)
-        if state is not None and state.position_offsets is not None and state.rows is not None:
+        if state is not None and state.text_facts is not None and state.rows is not None:
             rows = state.rows[:: max(1, len(state.rows) // text.shape[0])]
-            self.model.model.rope_deltas = copy_to_device(state.position_offsets[rows], text.device)
+            self.model.model.rope_deltas = copy_to_device(state.text_facts[rows], text.device)
 
     @property
     def decoder(self) -> Any:

@@ -23,3 +23,15 @@ def replies_in_one_process(
         replies.append(conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=tokens)))
         messages.append({"role": "assistant", "content": replies[-1].text})
     return replies
+
+
+def reply_in_one_process(model: Path, messages: list[Any], sources: list[Any], tokens: int) -> Answer:
+    """Return the reply to all messages in one prompt; a part of another type than text stands for a video."""
+    shown = [
+        {**message, "content": [x if x["type"] == "text" else {"type": "video"} for x in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+    conversation = Conversation(patch_model(load_model(str(model)).eval()), load_processor(str(model)), sources)
+    return conversation.answer(conversation.prompt(shown), Sampling(max_new_tokens=tokens))

@@ -1,4 +1,4 @@
-"""A model of CUDA's streams and events that finds races of `runtime.offload`; tensors are on the CPU.
+"""A model of CUDA's streams and events that finds races of `runtime.host_copies`; tensors are on the CPU.
 
 Operators run at once, but each belongs to the host, to the current stream or to the copy stream, and each of these has
 a vector clock. Recording an event copies the clock of a stream, waiting for it merges that clock, and an operator that
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mllm_seqpar.runtime.offload import HostCopies
+from mllm_seqpar.runtime.host_copies import HostCopies
 
 Clock = dict[str, int]
 
@@ -139,7 +139,6 @@ class StreamModel(TorchDispatchMode):
 
 def on_model(monkeypatch: Any, model: StreamModel) -> None:
     """Make `HostCopies` copy as for a CUDA device, over the model."""
-    from mllm_seqpar.runtime import frames, offload
+    from mllm_seqpar.runtime import offload
 
-    for module in (frames, offload):
-        monkeypatch.setattr(module, "HostCopies", lambda device: HostCopies(torch.device("cuda"), model))
+    monkeypatch.setattr(offload, "HostCopies", lambda device: HostCopies(torch.device("cuda"), model))

@@ -24,7 +24,7 @@ results, so that they sample the same tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class _JointAttention(torch.autograd.Function):
             ctx.keys.append(keys_for_backward)
         ctx.comm, ctx.block_math = comm, block_math
         if region is not None and not region.replays_rng:
-            # Dropout before attention recomputes other q, k and v than the saved ones, which gave (o, lse).
+            # With dropout, recomputation yields different q, k and v; keep those that produced (o, lse).
             of_this_pass = q, *saved
             q, *saved = region.once(lambda: of_this_pass, "inputs")
         ctx.save_for_backward(q, o, lse, *saved)
@@ -115,8 +115,7 @@ def _forward(
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
     batch, total = q.shape[0], None
     for keys, own_inputs in key_sets:
-        rows, spec, layout = q, keys.spec, keys.row_layout
-        group = comm if spec.placement == "sharded" else comm.alone
+        rows, spec, layout, group = q, keys.spec, keys.row_layout, comm
         if layout is not None:
             rows, group = layout.shard_rows(q), layout.across
         whole = keys.keys_values(own_inputs) if isinstance(keys, WholeKeys) else None
@@ -156,9 +155,8 @@ def _backward(
         saved, needed: see `WholeKeys.vjp`.
     """
     batch, spec, layout = rows.q.shape[0], keys.spec, keys.row_layout
-    group = comm if spec.placement == "sharded" else comm.alone
     if layout is not None:
-        rows, group = layout.shard_final(rows), layout.across
+        rows, comm = layout.shard_final(rows), layout.across
     whole = keys.vjp(saved, needed) if isinstance(keys, WholeKeys) else None
     shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
     if shared:
@@ -166,10 +164,10 @@ def _backward(
     if whole is None:
         assert isinstance(keys, StreamedKeys)
         chunks, sums = keys.chunk_vjps(saved, needed)
-        dq, grads = streamed_backward(group, spec, block_math, rows, chunks), sums()
+        dq, grads = streamed_backward(comm, spec, block_math, rows, chunks), sums()
     else:
         k, v, input_grads = whole
-        dq, dk, dv = distributed_backward(group, spec, block_math, rows, k, v)
+        dq, dk, dv = distributed_backward(comm, spec, block_math, rows, k, v)
         del whole, k, v
         grads = input_grads(dk, dv)
     dq = unfold_batch(dq, batch) if shared else dq
@@ -251,32 +249,36 @@ def _attend_replicated(
     Each rank computes a partial result over its own shards of keys. These are merged over ranks, and with what every
     rank computes over replicated keys.
     """
-    rows, alone = q.contiguous(), comm.alone
-    results: list[Any] = []
-    partial: dict[int, tuple[Tensor, Tensor]] = {}  # over this rank's shards of keys, by softmax
-    for number, key_sets in enumerate(softmaxes):
-        by_placement: dict[Placement, list[tuple[Keys, Sequence[Tensor]]]] = {"sharded": [], "replicated": []}
+    rows = q.contiguous()
+    over_shards: list[tuple[Tensor, Tensor]] = []  # this rank's partial results, of the softmaxes with sharded keys
+    results: list[tuple[bool, tuple[Tensor, Tensor] | None]] = []  # whether it has one, and that of replicated keys
+    for key_sets in softmaxes:
+        sharded, replicated = list[tuple[Keys, Sequence[Tensor]]](), list[tuple[Keys, Sequence[Tensor]]]()
         for keys in key_sets:
-            by_placement[keys.spec.placement].append((keys, keys.inputs()))
-        sharded, replicated = by_placement.values()
+            (sharded if keys.spec.placement == "sharded" else replicated).append((keys, keys.inputs()))
         if sharded:
             if torch.is_grad_enabled() and any(x.requires_grad for _, inputs in sharded for x in (q, *inputs)):
                 raise ConfigError(
                     "use_cache: a pass with a cache has no backward pass through keys that are sharded over ranks; run "
                     "it under torch.no_grad(), or pass use_cache=False to train"
                 )
-            partial[number] = _forward(alone, block_math, sharded, rows)
-        results.append(_forward(alone, block_math, replicated, rows) if replicated else None)
-    if partial:
-        parts = list(partial.values())
-        o, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
+            over_shards.append(_forward(comm, block_math, sharded, rows))
+        results.append((bool(sharded), _forward(comm, block_math, replicated, rows) if replicated else None))
+    merged: Iterator[tuple[Tensor, Tensor]] = iter(())
+    if over_shards:
+        o, lse = over_shards[0] if len(over_shards) == 1 else (torch.cat(x) for x in zip(*over_shards, strict=True))
         o, lse = merge_over_ranks(o, lse, comm)
-        for number, *part in zip(partial, o.chunk(len(partial)), lse.chunk(len(partial)), strict=True):
-            found, rest_found = (part[0], part[1]), results[number]
-            results[number] = found if rest_found is None else merge(found, rest_found)
-    for number, (o, lse) in enumerate(results):
-        results[number] = o.to(q.dtype), lse
-    return results
+        merged = zip(o.chunk(len(over_shards)), lse.chunk(len(over_shards)), strict=True)
+    outputs = []
+    for has_shards, replicated_result in results:
+        result = next(merged) if has_shards else None
+        if result is None or replicated_result is None:
+            result = result or replicated_result
+        else:
+            result = merge(result, replicated_result)
+        assert result is not None, "a softmax has keys"
+        outputs.append((result[0].to(q.dtype), result[1]))
+    return outputs
 
 
 SCATTER_ROWS = 64
@@ -290,7 +292,10 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
     both = torch.cat([o, lse.to(o.dtype).unsqueeze(-1)], dim=-1)  # one message instead of two
     rows = both.shape[2]
     if rows < max(SCATTER_ROWS, comm.size):
-        return _merge_all(_gather(both, comm))
+        # The all-gather of gloo is a ring of n - 1 messages, one after the other. Messages to all ranks at once take
+        # the latency of one, and send the same number of bytes. NCCL gathers few bytes in one kernel.
+        on_cpu = both.device.type == "cpu"
+        return _merge_all(comm.exchange_with_all([both] * comm.size, "o") if on_cpu else comm.all_gather(both, "o"))
     length = -(-rows // comm.size)
     missing = length * comm.size - rows
     padded = F.pad(both, (0, 0, 0, missing)) if missing else both  # pad always copies
@@ -299,17 +304,6 @@ def merge_over_ranks(o: Tensor, lse: Tensor, comm: Communicator) -> tuple[Tensor
     merged = comm.all_gather(torch.cat([o_part, lse_part.to(o.dtype).unsqueeze(-1)], dim=-1), "o")
     whole = torch.cat(merged, dim=2)[:, :, :rows]
     return whole[..., :-1].contiguous(), whole[..., -1].contiguous()
-
-
-def _gather(x: Tensor, comm: Communicator) -> list[Tensor]:
-    """Return x (few rows) of all ranks, by rank.
-
-    The all-gather of gloo is a ring of n - 1 messages, one after the other. Messages to all ranks at once take the
-    latency of one, and send the same number of bytes. NCCL gathers few bytes in one kernel.
-    """
-    if x.device.type != "cpu":
-        return comm.all_gather(x, "o")
-    return comm.exchange_with_all([x] * comm.size, "o")
 
 
 def _merge_all(parts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class PartialResult:
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = q, dtype
         self._value: tuple[Tensor, Tensor] | None = None
-        self._stop = 0  # no result of a row from here on was added
+        self._stop = 0  # rows from here on have no result yet, so results of such rows are copied instead of merged
 
     @property
     def value(self) -> tuple[Tensor, Tensor]:
@@ -171,8 +171,8 @@ class _Direction(Protocol):
     def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
         """Compute a block and add it to the results for its Q shard and its KV shard."""
 
-    def result(self, axis: Axis, owner: int) -> Bundle:
-        """Return, and drop, this rank's result for the shard of `owner`."""
+    def result(self, transfer: Transfer) -> Bundle:
+        """Return, and drop, this rank's result for the shard that a transfer sends to its owner."""
 
     def receive(self, transfer: Transfer, bundle: Bundle) -> None:
         """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
@@ -183,18 +183,18 @@ class _Forward:
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        self._spec, self._math = spec, block_math
+        self._math, self._dtype = block_math, spec.accumulate_dtype
         self.partials: dict[int, PartialResult] = {}
 
     def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
         partial = self.partials.get(block.q_shard)
         if partial is None:
-            partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._spec.accumulate_dtype)
+            partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._dtype)
         self._math.forward(rows["q"], keys["k"], keys["v"], block.layers, partial)
 
-    def result(self, axis: Axis, owner: int) -> Bundle:
-        o, lse = self.partials.pop(owner).value
-        return {"o": o.to(self._spec.result_dtype("q", self.local["q"]["q"].dtype)), "lse": lse}
+    def result(self, transfer: Transfer) -> Bundle:
+        o, lse = self.partials.pop(transfer.send_shard).value
+        return {"o": o.to(transfer.dtype), "lse": lse}
 
     def receive(self, transfer: Transfer, bundle: Bundle) -> None:
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
@@ -210,35 +210,30 @@ class _Backward:
         names = ("q", "do", "lse", "delta")
         sent = {name: x for name in names if (x := getattr(rows, name)) is not None}
         self.local: dict[Axis, Bundle] = {"q": sent, "kv": {"k": k, "v": v}}
-        self._spec, self._math, self._own_o = spec, block_math, rows.o
-        self._grads: dict[tuple[str, int], GradientAccumulator] = {}
+        self._math, self._own_o, self._dtype = block_math, rows.o, spec.accumulate_dtype
+        self._sums: dict[tuple[Axis, int], tuple[GradientAccumulator, ...]] = {}
 
-    def grad(self, name: str, owner: int, like: Tensor) -> GradientAccumulator:
-        if (name, owner) not in self._grads:
-            self._grads[name, owner] = GradientAccumulator(like, self._spec.accumulate_dtype)
-        return self._grads[name, owner]
+    def sums(self, axis: Axis, owner: int, *like: Tensor) -> tuple[GradientAccumulator, ...]:
+        """Return the sums of the gradients of tensors like these: dq, or dk and dv, of the shard of `owner`."""
+        if (axis, owner) not in self._sums:
+            self._sums[axis, owner] = tuple([GradientAccumulator(x, self._dtype) for x in like])
+        return self._sums[axis, owner]
 
     def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
         q, k, v = rows["q"], keys["k"], keys["v"]
-        dq, dk, dv = (
-            self.grad("dq", block.q_shard, q),
-            self.grad("dk", block.kv_shard, k),
-            self.grad("dv", block.kv_shard, v),
-        )
+        grads = self.sums("q", block.q_shard, q) + self.sums("kv", block.kv_shard, k, v)
         o = self._own_o if rows is self.local["q"] else None
-        final = FinalRows(q, o, rows["lse"], rows["do"], rows.get("delta"))
-        self._math.backward((dq, dk, dv), final, k, v, block.layers)
+        self._math.backward(grads, FinalRows(q, o, rows["lse"], rows["do"], rows.get("delta")), k, v, block.layers)
 
-    def result(self, axis: Axis, owner: int) -> Bundle:
-        names, dtype = (
-            ("dq",) if axis == "q" else ("dk", "dv"),
-            self._spec.result_dtype(axis, self.local["kv"]["k"].dtype),
-        )
-        return {name: self._grads.pop((name, owner)).value.to(dtype).contiguous() for name in names}
+    def result(self, transfer: Transfer) -> Bundle:
+        names = ("dq",) if transfer.axis == "q" else ("dk", "dv")
+        sums = self._sums.pop((transfer.axis, transfer.send_shard))
+        return {name: each.value.to(transfer.dtype).contiguous() for name, each in zip(names, sums, strict=True)}
 
     def receive(self, transfer: Transfer, bundle: Bundle) -> None:
-        for name, tensor in bundle.items():
-            self._grads[name, transfer.recv_shard].add(tensor, rows=transfer.recv_rows, borrowed=True)
+        sums = self._sums[transfer.axis, transfer.recv_shard]
+        for each, received in zip(sums, bundle.values(), strict=True):
+            each.add(received, rows=transfer.recv_rows, borrowed=True)
 
 
 def distributed_forward(
@@ -277,15 +272,15 @@ def distributed_backward(
     q = rows.q
     steps = spec.steps(comm, q, k, block_math.kernel, backward=True)
     if spec.mesh_shape == (1, 1):
-        sums = tuple(GradientAccumulator(x, spec.accumulate_dtype) for x in (q, k, v))
+        sums = tuple([GradientAccumulator(x, spec.accumulate_dtype) for x in (q, k, v)])
         block_math.backward(sums, rows, k, v, steps[0].blocks[0].layers)
     else:
         if spec.mesh_shape[0] > 1:
             rows = rows.with_delta()
         backward = _Backward(spec, block_math, rows, k, v)
         _run(steps, comm, backward, spec.overlap)
-        sums = tuple(backward.grad(name, comm.rank, like) for name, like in (("dq", q), ("dk", k), ("dv", v)))
-    dq, dk, dv = (each.value for each in sums)
+        sums = backward.sums("q", comm.rank, q) + backward.sums("kv", comm.rank, k, v)
+    dq, dk, dv = [each.value for each in sums]
     return dq, dk, dv
 
 
@@ -324,8 +319,8 @@ def _post(
     recvs: list[Recv] = []
     incoming: list[tuple[Transfer, Bundle]] = []
     for transfer in step.transfers:
-        axis, owner, rows, is_input = transfer.axis, transfer.send_shard, transfer.send_rows, transfer.kind == "input"
-        outgoing = held[axis, owner] if is_input else direction.result(axis, owner)
+        axis, rows, is_input = transfer.axis, transfer.send_rows, transfer.kind == "input"
+        outgoing = held[axis, transfer.send_shard] if is_input else direction.result(transfer)
         buffers: Bundle = {}
         for name, tensor in outgoing.items():
             if isinstance(rows, slice):

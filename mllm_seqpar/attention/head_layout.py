@@ -161,10 +161,7 @@ class HeadLayout:
         `orders` sorts the rows of each group of ranks (`BlockMasks.orders`).
         """
         key = HeadLayout, comm.rank, comm.identity, q.shape[1:3], q.device, orders is None
-        found: HeadLayout | None = spec.derived.get(key)
-        if found is None:
-            found = spec.derived[key] = cls(comm, spec, q, orders)
-        return found
+        return spec.once(key, lambda: cls(comm, spec, q, orders))
 
     def rows(self, label: str) -> HeadTensor:
         """Return how a tensor with query heads and query rows is resharded."""

@@ -1,8 +1,8 @@
 """The keys and values of a softmax: placement, mask and schedule (`CallSpec`), and chunks that are made when needed.
 
 A chunk is given (`GivenKeys`), recomputed from features (`runtime.visual_features`), copied from host memory
-(`runtime.offload`) or read from a cache there (`runtime.frames`). Most keys are one chunk (`WholeKeys`). Keys that
-arrive in several chunks, and never exist as a whole, are `attention.streamed.StreamedKeys`.
+(`runtime.offload`) or read from a cache there (`runtime.visual_kv_cache`). Most keys are one chunk (`WholeKeys`). Keys
+that arrive in several chunks, and never exist as a whole, are `attention.streamed.StreamedKeys`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WholeKeys(Keys):
     def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
-        This is `torch.func.vjp` of `keys_values`, computed as each class can do it best.
+        This is `torch.func.vjp` of `keys_values`, without a graph where none is needed.
 
         Args:
             saved: the tensors that `for_backward` returned.

@@ -83,6 +83,7 @@ def streamed_forward(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, chunks: Iterable[KeyChunk]
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of this rank's rows q (1, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
+    comm = comm if len(spec.key_lengths) > 1 else comm.alone
     plan = _plan(spec, comm)
     every_q = _gather_rows(comm, plan, {"q": q})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
@@ -103,6 +104,7 @@ def streamed_backward(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, rows: FinalRows, chunks: Iterable[KeyChunk]
 ) -> Tensor:
     """Return dq of this rank's rows, as `executor.distributed_backward`; each chunk takes its dk and dv."""
+    comm = comm if len(spec.key_lengths) > 1 else comm.alone
     plan = _plan(spec, comm)
     if comm.size > 1:
         rows = rows.with_delta()._replace(o=None)
@@ -153,9 +155,8 @@ class _RowPlan:
 
 def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
     """Return the plan of this rank, made on first use: all of its own rows, and the rows of other ranks that attend."""
-    key = "streamed", comm.rank, comm.identity
-    found: _RowPlan | None = spec.derived.get(key)
-    if found is None:
+
+    def make() -> _RowPlan:
         masks, ranks = spec.masks, range(comm.size)
         received = [None if rank == comm.rank else masks.visible_rows(rank, comm.rank) for rank in ranks]
         bounds = [x if rows is None else x[..., rows.index] for x, rows in zip(masks.bounds, received, strict=True)]
@@ -163,8 +164,9 @@ def _plan(spec: CallSpec, comm: Communicator) -> _RowPlan:
         spans = tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
         sent = tuple(None if rank == comm.rank else masks.visible_rows(comm.rank, rank) for rank in ranks)
         block = BlockMasks([torch.cat(bounds, dim=-1)], [masks.keys[comm.rank]])
-        found = spec.derived[key] = _RowPlan(block, spans, sent)
-    return found
+        return _RowPlan(block, spans, sent)
+
+    return spec.once((_RowPlan, comm.rank, comm.identity), make)
 
 
 def _gather_rows(comm: Communicator, plan: _RowPlan, local: Mapping[str, Tensor]) -> Bundle:

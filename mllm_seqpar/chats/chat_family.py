@@ -127,9 +127,9 @@ class ChatFamily(ABC):
         always_sharded: whether the patched forward takes images as one flat list on a single process too, where the
             unpatched forward has a dimension of samples.
         ragged: whether images have different numbers of rows, and are joined by `joined`.
-        appends_media: whether a later turn of a conversation may show further media over its cache: no token attends to
-            images after it, and the forward distinguishes images of the cache from further ones by their placeholders.
-        repeats_media: whether the forward of such a model needs images in each pass, also those of the cache.
+        stores_tower: whether the outputs of the vision tower can be stored (`finetune --features`).
+        repeats_media: whether the forward of a model that appends media needs images in each pass, also those of the
+            cache.
     """
 
     processors: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class ChatFamily(ABC):
     tower: tuple[str, str] = ("model.vision_model", "forward")
     always_sharded = True
     ragged = False
-    appends_media = False
+    stores_tower = True
     repeats_media = False
 
     def __init__(self, processor: Any, family: Any) -> None:
@@ -238,8 +238,15 @@ class ChatFamily(ABC):
         last = self.tower[0].rpartition(".")[2] + "."
         return tuple(prefix for prefix in self.feature_weights if prefix.endswith(last))
 
+    def tower_rows(self, source: FrameSource) -> int:
+        """Return the number of rows that the method of `tower` takes and returns for each frame of a source.
+
+        The source is what `units` returns.
+        """
+        return 1
+
     def tower_frames(self, pixels: Tensor) -> int:
-        """Return the number of images in the input of the method of `tower`."""
+        """Return the number of images in the input of the method of `tower`, or of rows if an image has several."""
         return pixels.shape[0]
 
     def tower_states(self, output: Any) -> Tensor:
@@ -260,6 +267,25 @@ class ChatFamily(ABC):
     def generation(self, model: Any) -> dict[str, Any]:
         """Return arguments of `generate` that the chat format requires, such as the tokens that end an answer."""
         return {}
+
+    def appends_media(self, model: Any) -> bool:
+        """Return whether a later turn of a conversation may show further media over its cache.
+
+        This is so if no token attends to images after it, and if the forward distinguishes images of the cache from
+        further ones.
+        """
+        return False
+
+    def arguments_of_media(
+        self, arguments: Mapping[str, Tensor], past_length: int, first: int, stop: int
+    ) -> Mapping[str, Tensor]:
+        """Return the arguments of a pass that brings the media ``first <= m < stop`` of a text to its cache.
+
+        Args:
+            arguments: of the whole text up to the end of the pass, and of all media; by default they are returned.
+            past_length: the number of tokens in the cache.
+        """
+        return arguments
 
     def still_frames(self, image: ImageListSource) -> FrameSource:
         """Return the frames of a still image, given as a source of one frame: one for each tile if the processor cuts

@@ -96,8 +96,8 @@ class FrameFile:
         except Exception as error:
             raise self._damaged(first_line(error)) from error
 
-    def _damaged(self, found: str) -> DataError:
-        return DataError(f"{self.path}: damaged ({found}); delete the file, and {_AGAIN}")
+    def _damaged(self, fault: str) -> DataError:
+        return DataError(f"{self.path}: damaged ({fault}); delete the file, and {_AGAIN}")
 
 
 class FrameStore(Store):
@@ -201,7 +201,7 @@ class FrameStore(Store):
                 raise VideoError(header["fault"])
             height, width = header["size"]
             exact = self.quality is None and self.shorter_side is None
-            found = FrameFile(
+            frames = FrameFile(
                 path=path.with_suffix(".frames"),
                 size=(height, width),
                 quality=self.quality,
@@ -209,13 +209,13 @@ class FrameStore(Store):
                 ends=tuple(header["ends"]),
                 checksums=tuple(header["checksums"]),
             )
-            if len(found.ends) != len(plan) or found.path.stat().st_size != found.ends[-1]:
-                raise ValueError(f"{found.path.name} does not have the bytes of {len(plan)} frames")
+            if len(frames.ends) != len(plan) or frames.path.stat().st_size != frames.ends[-1]:
+                raise ValueError(f"{frames.path.name} does not have the bytes of {len(plan)} frames")
         except PASSED:
             raise
         except Exception as error:
             raise DataError(f"{path}: damaged ({error}); delete the file, and {_AGAIN}") from error
-        return found
+        return frames
 
     def has(self, plan: FramePlan) -> bool:
         """Return whether `find` returns frames of this plan."""

@@ -319,8 +319,8 @@ def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
     folder, again = Path(directory), FeatureStore.IF_DAMAGED
     if not (folder / FeatureStore.INDEX).exists():
         shards = len(list(folder.glob("features-*-of-*.safetensors")))
-        found = f"{shards} shards but no index, so rank 0 did not finish" if shards else "no features"
-        raise DataError(f"{folder}: {found} ({FeatureStore.INDEX} is missing); {again}")
+        contents = f"{shards} shards but no index, so rank 0 did not finish" if shards else "no features"
+        raise DataError(f"{folder}: {contents} ({FeatureStore.INDEX} is missing); {again}")
     store = FeatureStore(folder)
     faults = [(path.name, store._fault(path, rows)) for path, rows in store._rows_of_file.items()]
     if unusable := [f"{name} ({fault})" for name, fault in faults if fault]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mllm_seqpar import __version__
 from mllm_seqpar._compat import MINIMUM, release
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.comm.backends import setting_problems
+from mllm_seqpar.comm.nccl_settings import setting_problems
 from mllm_seqpar.kernels import choose_kernel
 
 from .launch import DEVICES, launched_ranks, own_ranks, started_by_launcher

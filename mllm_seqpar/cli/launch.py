@@ -30,7 +30,7 @@ import torch.distributed as dist
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, launched_processes, transfer_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.comm.backends import order_launches
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.errors import ConfigError, TransferError
 
 from .commands import load_entry

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mllm_seqpar.comm.agreement import is_reported_by_rank_0
-from mllm_seqpar.comm.backends import release_gloo_at_exit
+from mllm_seqpar.comm.gloo_exit import release_gloo_at_exit
 from mllm_seqpar.errors import (
     AgreementError,
     ConfigError,
@@ -45,7 +45,7 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
     """Return the exit status of `main(argv)`; an exception ends this process with a message on stderr and a status.
 
     If `main` returns, the process group is destroyed and the interpreter shuts down as usual, after gloo's threads have
-    released their tensors (`comm.backends`). A rank that fails leaves through `os._exit` instead, because
+    released their tensors (`comm.gloo_exit`). A rank that fails leaves through `os._exit` instead, because
     destructors of process groups and threads that are joined at exit may wait for ranks that wait for this one.
     """
     end_with_launcher()

@@ -17,7 +17,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,12 +52,16 @@ def message_rounds(
     # A rank sends to two peers at each distance, and receives from them: four times the messages of a pair.
     per_pair = max(min(MESSAGES_PER_PAIR, limit // 4), limit // (4 * max(1, size // 2)))
     distances = limit // (4 * per_pair)
+    peers = {send.peer for send in sends} | {recv.peer for recv in recvs}
+    place = {peer: (min((peer - rank) % size, (rank - peer) % size) - 1) // distances for peer in peers}
+    if max(len(sends), len(recvs)) <= per_pair and len(set(place.values())) == 1:  # as in each step of a ring
+        yield list(sends), list(recvs)
+        return
 
     def numbered(peers: Sequence[int]) -> Iterator[tuple[int, int]]:
         earlier: Counter[int] = Counter()
         for peer in peers:
-            distance = min((peer - rank) % size, (rank - peer) % size)
-            yield earlier[peer] // per_pair, (distance - 1) // distances
+            yield earlier[peer] // per_pair, place[peer]
             earlier[peer] += 1
 
     rounds: dict[tuple[int, int], tuple[list[Send], list[Recv]]] = {}
@@ -75,20 +79,59 @@ NCCL_GROUP_LIMIT = 256
 """The largest number of point-to-point operations in one group of NCCL calls; see `message_rounds`."""
 
 
+class _UncheckedMessage(dist.P2POp):
+    """A message for `dist.batch_isend_irecv`, without the checks of `P2POp`, `isend` and `irecv`.
+
+    Those take longer than the launch: about 40 calls for each message, and a step of backward has up to six messages.
+    """
+
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, op: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+        self.op, self.tensor, self.group, self.group_peer, self.tag = op, tensor, group, peer, 0
+
+
+def _send(tensor: Tensor, group: dist.ProcessGroup, tag: int, **peers: int) -> Any:
+    (peer,) = peers.values()  # torch names it group_src or group_dst
+    return group.send([tensor], peer, tag)
+
+
+def _receive(tensor: Tensor, group: dist.ProcessGroup, tag: int, **peers: int) -> Any:
+    (peer,) = peers.values()
+    return group.recv([tensor], peer, tag)
+
+
+class _ExchangedMessages(NamedTuple):
+    """The messages of an exchange, which an error names."""
+
+    sends: Sequence[Send]
+    recvs: Sequence[Recv]
+
+    def __str__(self) -> str:
+        peers = sorted({s.peer for s in self.sends} | {r.peer for r in self.recvs})
+        return f"exchange of {sorted({s.label for s in self.sends}) or 'data'} with rank(s) {peers}"
+
+
 class _PendingWorks(Pending):
     """The works of one exchange.
 
     A second `wait()` on a point-to-point Work of gloo never returns, so each handle is dropped after the first.
     """
 
-    def __init__(self, owner: ProcessGroupCommunicator, works: list[Any], what: str) -> None:
-        self._owner, self._works, self._what = owner, works, what
+    def __init__(self, owner: ProcessGroupCommunicator, works: list[Any], exchange: _ExchangedMessages) -> None:
+        self._owner, self._works, self._exchange = owner, works, exchange
 
     def wait(self) -> None:
-        start = time.perf_counter()
+        if self._works:
+            start = time.perf_counter()
+            self._owner._guard(self._exchange, self._wait)
+            self._owner.bytes.waited += time.perf_counter() - start
+            self._exchange = _ExchangedMessages((), ())  # frees the tensors
+
+    def _wait(self) -> None:
         while self._works:
-            self._owner._guard(self._what, self._works.pop(0).wait)
-        self._owner.bytes.waited += time.perf_counter() - start
+            self._works.pop(0).wait()
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -144,21 +187,23 @@ class ProcessGroupCommunicator(Communicator):
         return torch.device("cpu") if "cpu" in self._backends else self.device
 
     def exchange(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        for s in sends:
-            self.bytes.add(s.label, s.tensor.numel() * s.tensor.element_size())
-        peers = sorted({s.peer for s in sends} | {r.peer for r in recvs})
-        what = f"exchange of {sorted({s.label for s in sends}) or 'data'} with rank(s) {peers}"
-        works: list[Any] = []
-        for some_sends, some_recvs in message_rounds(self.rank, self.size, sends, recvs, self.operation_limit):
-            works += self._guard(what, functools.partial(self._launch, some_sends, some_recvs))
-        return _PendingWorks(self, works, what)
+        for _, tensor, label in sends:
+            self.bytes.sent[label] += tensor.nbytes
+            self.bytes.messages[label] += 1
+        exchange = _ExchangedMessages(sends, recvs)
+        return _PendingWorks(self, self._guard(exchange, functools.partial(self._launch, exchange)), exchange)
 
-    def _launch(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> list[Any]:
-        # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind a
-        # large send the announcement would wait, and two ranks would send one after the other instead of both at once.
-        ops = [dist.P2POp(dist.irecv, r.buffer, group=self.transfers, group_peer=r.peer) for r in recvs]
-        ops += [dist.P2POp(dist.isend, s.tensor, group=self.transfers, group_peer=s.peer) for s in sends]
-        return dist.batch_isend_irecv(ops)
+    def _launch(self, exchange: _ExchangedMessages) -> list[Any]:
+        works: list[Any] = []
+        for sends, recvs in message_rounds(self.rank, self.size, *exchange, self.operation_limit):
+            # Receives come first. gloo announces a ready buffer over the connection that also carries the sends. Behind
+            # a large send the announcement would wait, and two ranks would send one after the other, not both at once.
+            messages: list[dist.P2POp] = [
+                _UncheckedMessage(_receive, buffer, self.transfers, peer) for peer, buffer in recvs
+            ]
+            messages += [_UncheckedMessage(_send, tensor, self.transfers, peer) for peer, tensor, _ in sends]
+            works += dist.batch_isend_irecv(messages)
+        return works
 
     def all_gather(self, x: Tensor, label: str = "gather") -> list[Tensor]:
         x = x.detach().contiguous()
@@ -192,8 +237,8 @@ class ProcessGroupCommunicator(Communicator):
         self._guard(label, call)
         self.bytes.waited += time.perf_counter() - start
 
-    def _guard(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call`; turn an error of the backend into one that names the transfer and the likely cause."""
+    def _guard(self, what: object, call: Callable[[], T]) -> T:
+        """Run `call`; turn an error of the backend into one that names the transfer, `what`, and the likely cause."""
         if not self.is_open:
             raise TransferError(
                 f"rank {self.rank} of {self.size}: {what}: the process group is destroyed; call unpatch_model and "

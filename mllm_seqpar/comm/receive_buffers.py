@@ -65,6 +65,7 @@ class BufferLease:
         self._owner, self._free = owner, owner.free  # `clear` replaces the owner's
         self.used: dict[int, tuple[Hashable, Tensor, Tensor]] = {}
         """By id of the tensor that `take` returned: (kind, flat buffer, that tensor)."""
+        self._places: dict[torch.device, Hashable] = {}
 
     def __enter__(self) -> BufferLease:
         return self
@@ -72,7 +73,8 @@ class BufferLease:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
             return
-        self.give(list(self.used))
+        if self.used:
+            self.give(list(self.used))
         oldest = self._owner.calls - IDLE_CALLS
         for free in self._owner.free.values():
             for index in reversed(range(len(free))):
@@ -88,9 +90,12 @@ class BufferLease:
         size = prod(shape)
         if not size:
             return like.new_empty(shape)
-        on_stream = like.is_cuda and torch.cuda.is_initialized()  # fake CUDA tensors have no streams
-        stream = torch.cuda.current_stream(like.device).cuda_stream if on_stream else 0
-        kind = kind, like.dtype, like.device, stream, getattr(like, "fake_mode", None)
+        place = self._places.get(like.device)
+        if place is None:  # what tensors that may reuse each other's memory have in common
+            on_stream = like.is_cuda and torch.cuda.is_initialized()  # fake CUDA tensors have no streams
+            stream = torch.cuda.current_stream(like.device).cuda_stream if on_stream else 0
+            place = self._places[like.device] = like.device, stream, getattr(like, "fake_mode", None)
+        kind = kind, like.dtype, place
         free, index = self._owner.free[kind], 0
         while index < len(free) - 1 and free[index][0] < size:
             index += 1
@@ -101,7 +106,7 @@ class BufferLease:
             self._owner.allocations += 1
             with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
                 flat = torch.empty(size, dtype=like.dtype, device=like.device)
-        tensor = flat[:size].view(shape)
+        tensor = (flat if flat.numel() == size else flat[:size]).view(shape)
         self.used[id(tensor)] = kind, flat, tensor
         return tensor
 
@@ -111,5 +116,7 @@ class BufferLease:
             found = self.used.pop(tensor if isinstance(tensor, int) else id(tensor), None)
             if found is not None and self._owner.free is self._free:  # otherwise `clear` was called meanwhile
                 kind, flat, _ = found
-                self._free[kind].append((flat.numel(), self._owner.calls, flat))
-                self._free[kind].sort(key=itemgetter(0))
+                free = self._free[kind]
+                free.append((flat.numel(), self._owner.calls, flat))
+                if len(free) > 1:
+                    free.sort(key=itemgetter(0))

@@ -35,7 +35,8 @@ from torch.distributed import distributed_c10d
 
 from mllm_seqpar.errors import TransferError
 
-from .backends import backends_of, release_gloo_at_exit
+from .backends import backends_of
+from .gloo_exit import release_gloo_at_exit
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The transfer group of each group."""

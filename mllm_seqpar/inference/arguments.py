@@ -59,7 +59,7 @@ class ModelOptions(StrategyOptions, FrameOptions):
             self._refuse_unused(name, "without --temperature above 0 no token is sampled")
 
     def encoding(self) -> dict[str, Any]:
-        """Return how `encode_video` and `Conversation` encode frames."""
+        """Return how `encode` and `Conversation` encode frames."""
         return {"batch": self.encode_batch, "on_host": getattr(self, "visual_offload", None) is not None}
 
 

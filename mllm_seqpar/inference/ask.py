@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.chats.clip import VideoSource
+from mllm_seqpar.chats.chat_family import ChatText
+from mllm_seqpar.chats.clip import FrameSource, VideoSource
 from mllm_seqpar.chats.store import FeatureStore
 from mllm_seqpar.cli.launch import ranks_with_options
 from mllm_seqpar.cli.outputs import require_writable, require_writable_directory, write_text
@@ -30,20 +31,21 @@ from mllm_seqpar.cli.program_exit import FAILED
 from mllm_seqpar.cli.progress import Clock, FramesBar, note, peak_memory, quiet_transformers, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError, writing
+from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, VideoError, first_line, writing
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES
 from mllm_seqpar.videos.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.videos.video import source_meta
 
 from .arguments import AskOptions, parse
-from .conversation import Conversation
+from .conversation import Conversation, question_about
 from .data_set import answer_data_set
-from .encoding import PARTS, EncodedVideo, encode_video
-from .engine import Engine, tried
+from .encoding import PARTS
+from .engine import Engine
 from .evidence import MOMENTS, Evidence, evidence_values
 from .evidence_page import index_entry, write_evidence_index, write_evidence_page
 from .generation import Answer
+from .job import Job, JobError
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 ENCODE_STAGE = "read and encode"
@@ -65,8 +67,8 @@ def ask(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoInput:
-    """A video file, features on disk, or both, and the output paths of its features and its evidence page.
+class _Video:
+    """A video of the run, its features on disk, or both, and the output paths of its features and its evidence page.
 
     Attributes:
         source, store: the video and the features, after `VideoRun.open`.
@@ -96,6 +98,21 @@ class VideoInput:
         return facts
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Question(Job):
+    """A question, and what is printed before its answer and while it is generated; None: nothing."""
+
+    heading: str | None
+
+    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> Answer:
+        if self.heading is None:
+            return super().answer(conversation, prompt)
+        say(self.heading)
+        answer: Answer = super().answer(conversation, prompt, on_text=say)
+        say("\n")
+        return answer
+
+
 def ask_videos(args: AskOptions, comm: Communicator, device: torch.device) -> int:
     """Answer each question about each video on the ranks of `comm`: open, load, encode, answer, report.
 
@@ -122,6 +139,7 @@ class VideoRun:
 
     def __init__(self, args: AskOptions, comm: Communicator, device: torch.device) -> None:
         self._args, self._comm, self._device = args, comm, device
+        self._shown = comm.rank == 0
         self._times = Clock(device, synchronize=True)
         self._answers: list[tuple[str, str, Answer | NonFiniteLogitsError]] = []  # name of the video, question
         self._faults: list[str] = []
@@ -129,23 +147,28 @@ class VideoRun:
         self._frames = self._visual_tokens = 0  # tokens of this rank
         self._parts: Counter[str] = Counter()  # seconds; Counter adds them
 
-    def open(self) -> list[VideoInput]:
+    def open(self) -> list[_Video]:
         """Open all inputs; of several videos, return those that can be used."""
         with self._times.measure("open"):
             self._engine = Engine(self._args, self._comm, self._device)
             self._videos = agree(self._comm, "inputs", self._inputs, _common_names)
             self._several = len(self._videos) > 1
-            steps = [partial(self._open_video, video) for video in self._videos]
-            opened = [self._tried(partial(agree, self._comm, "inputs", step, VideoInput.facts)) for step in steps]
-        return [video for video in opened if video is not None]
+            opened = []
+            for video in self._videos:
+                step = partial(agree, self._comm, "inputs", partial(self._open_video, video), _Video.facts)
+                found, fault = self._engine.settled(step)
+                if fault is not None:
+                    self._fail(fault)
+                opened += [] if found is None else [found]
+        return opened
 
-    def _inputs(self) -> Sequence[VideoInput]:
+    def _inputs(self) -> Sequence[_Video]:
         videos = _video_inputs(self._args)
         if self._comm.rank == 0:
             _create_outputs(self._args)
         return videos
 
-    def _open_video(self, video: VideoInput) -> VideoInput:
+    def _open_video(self, video: _Video) -> _Video:
         args, chat_format, frames = self._args, self._engine.chat_format, self._args.frame_choice().over(DEFAULT_FRAMES)
         source, store, meta = None, None, {}
         if video.video is not None:
@@ -161,70 +184,99 @@ class VideoRun:
         with self._times.measure("load"):
             self._engine.load()
 
-    def ask(self, video: VideoInput) -> None:
+    def ask(self, video: _Video) -> None:
         """Encode or read a video, and ask all questions about it."""
-        encoded = self._tried(lambda: self._encoded(video))
-        if encoded is None:
-            return
-        self._frames += encoded.frames
-        self._parts.update(encoded.seconds)
-        self._visual_tokens += encoded.visual_tokens
-        name, shown = video.name, self._comm.rank == 0
-        if self._several and shown and self._args.question:
-            say(f"== {name} ==\n")
-        sources = () if video.source is None else (video.source,)
-        conversation = Conversation(self._engine.model, self._engine.processor, sources, encoded=encoded)
-        found = [(question, self._answer(conversation, name, question, shown)) for question in self._args.question]
-        page, evidence = video.page, [(question, answer) for question, answer in found if answer is not None]
-        if page is not None:
-            agree(self._comm, "evidence page", lambda: self._write_page(name, page, evidence, conversation.sources))
+        begun: list[Conversation] = []
 
-    def _encoded(self, video: VideoInput) -> EncodedVideo:
+        def on_start(conversation: Conversation) -> None:
+            begun.append(conversation)
+            self._begin(video, conversation)
+
+        outcomes = self._engine.answers(
+            [self._job(question) for question in self._args.question],
+            sources=lambda: [self._frames_of(video)],
+            encode=partial(self._encode, video),
+            on_start=on_start,
+            together=True,
+        )
+        evidence = []
+        for number, outcome in enumerate(outcomes):
+            if not begun:  # the video cannot be used, or a question is too long
+                self._fail(outcome)
+                return
+            question = self._args.question[number]
+            if isinstance(outcome, JobError):
+                self._fail_answer(video, question, outcome)
+                continue
+            self._answers.append((video.name, question, outcome))
+            if outcome.evidence is not None:
+                evidence.append((question, outcome.evidence))
+                if self._shown and self._args.evidence:
+                    note(outcome.evidence.describe())
+        if (page := video.page) is not None:
+            agree(self._comm, "evidence page", lambda: self._write_page(video.name, page, evidence, begun[0].sources))
+
+    def _job(self, question: str) -> _Question:
+        args = self._args
+        moments = args.evidence or (0 if args.evidence_html is None else MOMENTS)
+        heading = f"> {question}\n" if len(args.question) > 1 else ""
+        return _Question(
+            messages=question_about(1, question),
+            sampling=args.sampling(),
+            evidence=moments,
+            heading=heading if self._shown else None,
+        )
+
+    def _frames_of(self, video: _Video) -> FrameSource:
+        if video.source is not None:
+            return video.source
+        assert video.store is not None  # AskOptions requires --video or --features
+        return self._engine.chat_format.stored_frames(video.store.total_frames, video.store.meta)
+
+    def _encode(self, video: _Video, conversation: Conversation) -> None:
+        """Encode a video and save its features, or read them."""
         args, comm, engine = self._args, self._comm, self._engine
         if video.store is not None:
             place: dict[str, Any] = {"device": engine.device, "dtype": next(engine.model.parameters()).dtype}
             place["mapped"] = args.visual_offload is not None
             with self._times.measure("read features"):
-                return agree(comm, "features", partial(load_video, video.store, engine.chat_format, comm, **place))
-        assert video.source is not None  # AskOptions requires --video or --features
-        agree(comm, "question", partial(self._check_questions, video.source))
+                load = partial(load_video, video.store, engine.chat_format, comm, **place)
+                conversation.encoded = agree(comm, "features", load)
+            return
         with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
-            encoded = encode_video(
-                engine.model, engine.processor, video.source, group=comm, progress=bar, **args.encoding()
-            )
-        if video.save_to is not None:
+            conversation.encode(bar)
+        if video.save_to is not None and conversation.encoded is not None:
             with self._times.measure("save"):
-                save_video(video.save_to, encoded, comm, video.feature_meta)
-        return encoded
+                save_video(video.save_to, conversation.encoded, comm, video.feature_meta)
 
-    def _check_questions(self, source: VideoSource) -> None:
-        """Raise LengthError if a question about a video does not fit into the context, before the video is encoded."""
-        conversation = Conversation(self._engine.model, self._engine.processor, [source])
-        for question in self._args.question:
-            conversation.question(question, self._args.max_new_tokens)
+    def _begin(self, video: _Video, conversation: Conversation) -> None:
+        """Count the frames of a video that has been encoded or read."""
+        encoded = conversation.encoded
+        assert encoded is not None  # by `_encode`
+        self._frames += encoded.frames
+        self._parts.update(encoded.seconds)
+        self._visual_tokens += encoded.visual_tokens
+        if self._several and self._shown and self._args.question:
+            say(f"== {video.name} ==\n")
 
-    def _answer(self, conversation: Conversation, name: str, question: str, shown: bool) -> Evidence | None:
-        """Answer a question, print the answer if this rank does so, and return the evidence if it was asked for."""
-        if shown and len(self._args.question) > 1:
-            say(f"> {question}\n")
-        moments = self._args.evidence or (0 if self._args.evidence_html is None else MOMENTS)
-        options: dict[str, Any] = {"on_text": say if shown else None, "evidence": moments}
-        try:
-            answer = conversation.ask(question, self._args.sampling(), **options)
-        except NonFiniteLogitsError as error:  # on all ranks
-            self._answers.append((name, question, error))
-            if shown and (self._several or len(self._args.question) > 1):
-                note(f"error: {error}")
-            return None
-        self._answers.append((name, question, answer))
-        if shown:
-            say("\n")
-        if shown and self._args.evidence and answer.evidence is not None:
-            note(answer.evidence.describe())
-        return answer.evidence
+    def _fail(self, fault: JobError) -> None:
+        """Report a video that cannot be used; raise the error if there is no other one, or if it is not the video's."""
+        if not self._several or not fault.of_the_input or isinstance(fault.cause, NonFiniteLogitsError):
+            raise fault.cause
+        self._faults.append(first_line(fault))
+        if self._shown:
+            note(f"error: {self._faults[-1]}")
+
+    def _fail_answer(self, video: _Video, question: str, fault: JobError) -> None:
+        """Report a question whose logits are not finite; raise any other error."""
+        if not isinstance(fault.cause, NonFiniteLogitsError):
+            raise fault.cause
+        self._answers.append((video.name, question, fault.cause))
+        if self._shown and (self._several or len(self._args.question) > 1):
+            note(f"error: {fault}")
 
     def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
-        if self._comm.rank == 0 and found:
+        if self._shown and found:
             write_evidence_page(page, found, sources, name=name, model=self._args.model)
             self._pages.append(index_entry(name, page, found, sources))
 
@@ -281,23 +333,13 @@ class VideoRun:
                 note(f"error: {text}")
         return len(self._faults) + len(failed)
 
-    def _tried(self, step: Any) -> Any:
-        if not self._several:
-            return step()
-        result, fault = tried(self._comm, "video", step)
-        if fault is not None:
-            self._faults.append(fault)
-            if self._comm.rank == 0:
-                note(f"error: {fault}")
-        return result
 
-
-def _common_names(videos: Sequence[VideoInput]) -> dict[str, Any]:
+def _common_names(videos: Sequence[_Video]) -> dict[str, Any]:
     """Return what all ranks must have in common. Directories may differ, because each node may have its own copy."""
     return {"videos": [os.path.basename(video.name) for video in videos] if len(videos) > 1 else 1}
 
 
-def _video_inputs(args: AskOptions) -> Sequence[VideoInput]:
+def _video_inputs(args: AskOptions) -> Sequence[_Video]:
     if args.features is not None:
         stores = [args.features] if Path(args.features, FeatureStore.INDEX).exists() else _stores_in(args.features)
         if len(stores) > 1 and args.video:
@@ -305,13 +347,13 @@ def _video_inputs(args: AskOptions) -> Sequence[VideoInput]:
                 f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
                 "compare with --video"
             )
-        given = [VideoInput(video=next(iter(args.video), None), features=store) for store in stores]
+        given = [_Video(video=next(iter(args.video), None), features=store) for store in stores]
         return _with_outputs(args, given)
     files = [file for name in args.video for file in _video_files(name)]
-    return _with_outputs(args, [VideoInput(video=file) for file in files])
+    return _with_outputs(args, [_Video(video=file) for file in files])
 
 
-def _with_outputs(args: AskOptions, videos: Sequence[VideoInput]) -> Sequence[VideoInput]:
+def _with_outputs(args: AskOptions, videos: Sequence[_Video]) -> Sequence[_Video]:
     """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
     if len(videos) == 1:
         return [replace(videos[0], save_to=args.save_features, page=args.evidence_html)]

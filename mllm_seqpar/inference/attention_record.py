@@ -35,12 +35,10 @@ from mllm_seqpar.attention.keys import GivenKeys, Keys
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.integrations.transformers.inputs import ForwardInputs
-from mllm_seqpar.integrations.transformers.passes import AttendedFrames
+from mllm_seqpar.integrations.transformers.passes import Pass
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.models.cache import SequenceParallelCacheState
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import Rows
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
 from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length, take_spans
 
@@ -286,14 +284,10 @@ class AttentionRecord:
         """Forget the rows of an earlier answer."""
         self._passes = []
 
-    def begin_rows(
-        self,
-        inputs: ForwardInputs,
-        rows: Rows,
-        attended: AttendedFrames | None,
-        cache_state: SequenceParallelCacheState,
-    ) -> AnyRecorder | None:
+    def begin_rows(self, running: Pass, rows: Rows) -> AnyRecorder | None:
         """Return the recorder of the last row of a part of the rows of a pass; None if it has no frames."""
+        inputs, attended, cache_state = running.inputs, running.attended, running.cache_state
+        assert cache_state is not None
         positions = None if rows.text is None else rows.text.positions(self._comm.rank)
         if attended is not None:
             assert isinstance(attended.source, VisualKVCache)

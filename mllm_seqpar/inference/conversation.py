@@ -35,7 +35,7 @@ from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, FrameSizes
 
-from .encoding import EncodedVideo, Progress, encode_video, encoder_of
+from .encoding import Encoded, Progress, encode, encoder_of
 from .evidence import evidence_of, record_attention
 from .generation import (
     Answer,
@@ -71,7 +71,7 @@ class _LaterMedia:
     """Media of a later turn: their features, and the length of the cache before the pass that brought them, or None."""
 
     sources: tuple[FrameSource, ...]
-    encoded: EncodedVideo | None = None
+    encoded: Encoded | None = None
     first_token: int | None = None
 
 
@@ -84,8 +84,11 @@ class Conversation:
         sources: the frames of the media parts of the messages, in their order; default: those of `encoded`.
         batch: frames that a rank reads and encodes at once.
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
-        encoded: a video from `encode_video` or `load_video`. It is not changed, and can be used for further
+        encoded: a video from `encode` or `load_video`. It is not changed, and can be used for further
             conversations.
+
+    Attributes:
+        encoded: the features of the media, without those of later turns; None if they are not encoded yet.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Conversation:
         *,
         batch: int = 8,
         on_host: bool = False,
-        encoded: EncodedVideo | None = None,
+        encoded: Encoded | None = None,
     ) -> None:
         if encoded is not None and not sources:
             sources = [encoded.source or FeatureFrames(encoded.frames)]
@@ -105,14 +108,19 @@ class Conversation:
         self._processor, self._chat_format = processor, chat_family(processor)
         self._comm = _comm_of(model)
         self._batch, self._on_host = batch, on_host
-        self._encoded = encoded
+        self.encoded = encoded
         self._later: list[_LaterMedia] = []
+        self._passed: dict[int, dict[str, Any]] = {}
         self._cache: Any = None
         self._cached_ids: list[int] = []
 
     @property
     def _dtype(self) -> torch.dtype:
         return next(self._model.parameters()).dtype
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._processor.tokenizer
 
     @property
     def frames(self) -> int:
@@ -122,7 +130,7 @@ class Conversation:
     @property
     def can_follow(self) -> bool:
         """Whether a later turn may show further media over the cache of this conversation."""
-        return bool(self.sources) and self._chat_format.appends_media
+        return bool(self.sources) and self._chat_format.appends_media(self._model)
 
     def followed_by(self, sources: Sequence[FrameSource]) -> Conversation:
         """Return a conversation about these media and further ones, in the order of the messages' media parts.
@@ -174,20 +182,13 @@ class Conversation:
             question: the user's text. The media precede it, unless the text contains "<|video|>" where each belongs.
             max_new_tokens: maximum length of the answer.
         """
-        if VIDEO_MARK not in question:
-            question = VIDEO_MARK * len(self.sources) + question
-        first, *others = question.split(VIDEO_MARK)
-        parts = [{"type": "text", "text": first}]
-        for piece in others:
-            parts += [{"type": "video"}, {"type": "text", "text": piece}]
-        content = [part for part in parts if part.get("text", True)]
-        return self.prompt([{"role": "user", "content": content}], max_new_tokens)
+        return self.prompt(question_about(len(self.sources), question), max_new_tokens)
 
     def encode(self, progress: Progress | None = None, interrupted: Callable[[], bool] | None = None) -> None:
         """Read and encode this rank's frames, unless that has been done. `answer` calls this.
 
         Args:
-            progress: as in `encode_video`.
+            progress: as in `encode`.
             interrupted: the encoding ends on all ranks when it returns True on this one.
 
         Raises:
@@ -198,21 +199,29 @@ class Conversation:
             return
         options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "on_host": self._on_host}
         options |= {"progress": progress, "interrupted": interrupted}
-        if self._encoded is None:
-            self._encoded = encode_video(self._model, self._processor, self._first_sources, **options)
+        if self.encoded is None:
+            self.encoded = encode(self._model, self._processor, self._first_sources, **options)
         for number, later in enumerate(self._later):
             if later.encoded is None:
-                later.encoded = encode_video(
-                    self._model, self._processor, later.sources, held=self._held(number), **options
-                )
+                later.encoded = encode(self._model, self._processor, later.sources, held=self._held(number), **options)
 
     @property
     def _first_sources(self) -> tuple[FrameSource, ...]:
         return self.sources[: len(self.sources) - sum(len(later.sources) for later in self._later)]
 
+    def _media_of(self, new: _LaterMedia | None) -> tuple[int, int]:
+        """Return the range of the media of a turn among all; None: those of the first."""
+        first, stop = 0, len(self._first_sources)
+        for later in self._later:
+            if new is None:
+                break
+            first, stop = stop, stop + len(later.sources)
+            new = None if later is new else new
+        return first, stop
+
     def _held(self, number: int) -> list[int]:
         """Return the units (frames, or their tokens) of each rank before the later media of that number."""
-        before = [self._encoded, *(later.encoded for later in self._later[:number])]
+        before = [self.encoded, *(later.encoded for later in self._later[:number])]
         own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before if x is not None)
         return [units for (units,) in self._comm.gather_ints([own])]
 
@@ -338,9 +347,12 @@ class Conversation:
             NonFiniteLogitsError: on all ranks, if logits are not finite.
         """
         device = next(self._model.parameters()).device
-        arguments = {name: value.to(device) for name, value in self._chat_format.arguments(text).items()}
-        arguments |= self._feature_arguments(text, device, new)
         past = 0 if self._cache is None else int(self._cache.get_seq_length())
+        given: Mapping[str, Tensor] = self._chat_format.arguments(text)
+        if self._later and (new is not None or not past):
+            given = self._chat_format.arguments_of_media(given, past, *self._media_of(new))
+        arguments = {name: value.to(device) for name, value in given.items()}
+        arguments |= self._feature_arguments(text, device, new)
         if self._cache is not None:
             options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
@@ -413,19 +425,23 @@ class Conversation:
         if later:
             encoded = later[-1].encoded if new is not None or self._chat_format.repeats_media else None
             return {} if encoded is None else self._features_of(encoded)
-        if self._encoded is None and not len(text.slots):
+        if self.encoded is None and not len(text.slots):
             return {}
-        if self._encoded is None:
+        if self.encoded is None:
             weight = next(self._model.parameters())
             blank = (x.to(device, weight.dtype if x.is_floating_point() else None) for x in self._chat_format.blank())
             with torch.no_grad():
                 features = encoder_of(self._model, self._chat_format)(*blank)
             shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
-            self._encoded = EncodedVideo(features[: len(shard)], shard)
-        return self._features_of(self._encoded)
+            self.encoded = Encoded(features[: len(shard)], shard)
+        return self._features_of(self.encoded)
 
-    def _features_of(self, encoded: EncodedVideo) -> dict[str, Any]:
-        return self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
+    def _features_of(self, encoded: Encoded) -> dict[str, Any]:
+        """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
+        if id(encoded) not in self._passed:
+            found = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
+            self._passed[id(encoded)] = found
+        return self._passed[id(encoded)]
 
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.
@@ -473,6 +489,17 @@ class Conversation:
         return "length" if long and not written.stopped else "stop"
 
 
+def question_about(videos: int, question: str) -> list[dict[str, Any]]:
+    """Return the messages of a question about this many videos; see `Conversation.question`."""
+    if VIDEO_MARK not in question:
+        question = VIDEO_MARK * videos + question
+    first, *others = question.split(VIDEO_MARK)
+    parts = [{"type": "text", "text": first}]
+    for piece in others:
+        parts += [{"type": "video"}, {"type": "text", "text": piece}]
+    return [{"role": "user", "content": [part for part in parts if part.get("text", True)]}]
+
+
 def _comm_of(model: nn.Module) -> Communicator:
     patch = patch_of(model)
     if patch is None:
@@ -484,7 +511,7 @@ def answer(
     model: nn.Module,
     processor: Any,
     question: str,
-    video: EncodedVideo,
+    video: Encoded,
     sampling: Sampling | None = None,
     *,
     source: FrameSource | None = None,
@@ -496,7 +523,7 @@ def answer(
         model: patched by `patch_model`, over the group that encoded the video.
         processor: the model's; its chat format writes the prompt.
         question: the user's text. The video precedes it, unless the text contains "<|video|>" where the video belongs.
-        video: from `encode_video` or `load_video`; it is not changed and can be used for further questions.
+        video: from `encode` or `load_video`; it is not changed and can be used for further questions.
         sampling: the most likely tokens by default.
         source: the frames, whose times evidence has; default: those of `video`.
         **options: those of `Conversation.answer`.

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 import torch
 
 from mllm_seqpar.chats.chat import Chat
-from mllm_seqpar.chats.chat_family import chat_family
+from mllm_seqpar.chats.chat_family import ChatText, chat_family
 from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.forms import read_record
@@ -41,14 +41,16 @@ from mllm_seqpar.cli.outputs import stream_descriptor
 from mllm_seqpar.cli.progress import note, progress_bar, say
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.errors import ConfigError, DataError, NonFiniteLogitsError, SeqParError, writing
+from mllm_seqpar.errors import ConfigError, DataError, SeqParError, first_line, writing
 from mllm_seqpar.videos.files import require_made_with
 
 from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
-from .engine import Engine, RankGroups, tried
+from .engine import Engine, RankGroups
 from .evidence import evidence_values
+from .generation import Sampling
+from .job import Job, JobError
 
 _ID_KEYS = ("id", "question_id", "qid")
 _GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
@@ -84,6 +86,39 @@ def answer_data_set(args: AskOptions, world: Communicator, device: torch.device)
         return agree(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _QuestionJob(Job):
+    """A question whose answer is a line of the answer file."""
+
+    question: Question
+
+    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> Line:
+        reply = super().answer(conversation, prompt)
+        lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
+        line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
+        line |= evidence_values(reply.evidence) if self.evidence else {}
+        reference = self.question.reference
+        return line if reference is None else {**line, "reference": reference}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChoiceJob(Job):
+    """A question whose answer is the letter of an option."""
+
+    question: Question
+    choice: MultipleChoice
+
+    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> Line:
+        letters = self.choice.letters
+        scores = letter_log_likelihoods(conversation, prompt, conversation.tokenizer, letters)
+        best = max(letters, key=scores.__getitem__)
+        line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
+        if self.choice.answer is not None:
+            reference = letters[self.choice.answer]
+            line |= {"reference": reference, "correct": best == reference}
+        return line | ({"categories": dict(self.question.categories)} if self.question.categories else {})
+
+
 class Answerer:
     """Answers questions of a data set, on the ranks of one group."""
 
@@ -103,50 +138,34 @@ class Answerer:
 
     def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
         """Yield the answer to each of several questions about the same videos and images, which are encoded once."""
-        conversation, fault = tried(self._engine.comm, "media", lambda: self._encoded(questions[0]))
-        for question in questions:
-            yield self._line(conversation, question, fault)
+        jobs = [self._job(question) for question in questions]
+        asked = [job for job in jobs if not isinstance(job, str)]
+        sources = partial(self._questions.sources, questions[0])
+        outcomes = self._engine.answers(asked, sources=sources) if asked else iter(())
+        for question, job in zip(questions, jobs, strict=True):
+            yield self._line(question, job if isinstance(job, str) else next(outcomes))
 
-    def _encoded(self, question: Question) -> Conversation:
-        conversation = self._engine.open(partial(self._questions.sources, question))
-        conversation.encode()
-        return conversation
-
-    def _line(self, conversation: Conversation | None, question: Question, fault: str | None) -> Line:
+    def _line(self, question: Question, outcome: Line | JobError | str) -> Line:
+        """Return the line of a question with an answer, or why there is none."""
+        if isinstance(outcome, JobError) and not outcome.of_the_input:
+            raise outcome.cause
+        if not isinstance(outcome, dict):
+            why = first_line(outcome) if isinstance(outcome, JobError) else outcome
+            outcome = {"place": question.place, "error": why}
         named = {} if question.id is None else {"id": question.id}
-        line: Line = {"index": question.index, **named, "media": media_names(question), "question": question.text}
-        fault = question.fault or fault
-        if self._args.choices and question.choice is None:
-            fault = fault or "the question has no options to choose from"
-        prompt = None
-        if conversation is not None and fault is None:
-            limit = 1 if self._args.choices else self._args.max_new_tokens
-            messages = question.chat.to_json()
-            prompt, fault = tried(self._engine.comm, "prompt", lambda: conversation.prompt(messages, limit))
-        if conversation is None or prompt is None:
-            return {**line, "place": question.place, "error": fault}
-        try:
-            return line | (self._chosen if self._args.choices else self._generated)(conversation, prompt, question)
-        except NonFiniteLogitsError as error:  # on all ranks of the group
-            return {**line, "place": question.place, "error": str(error)}
+        return {"index": question.index, **named, "media": media_names(question), "question": question.text, **outcome}
 
-    def _generated(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
-        reply = conversation.answer(prompt, self._args.sampling(), evidence=self._args.evidence)
-        lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
-        line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
-        line |= evidence_values(reply.evidence) if self._args.evidence else {}
-        return line if question.reference is None else {**line, "reference": question.reference}
-
-    def _chosen(self, conversation: Conversation, prompt: Any, question: Question) -> Line:
-        assert question.choice is not None  # `_line` has checked it
-        letters = question.choice.letters
-        scores = letter_log_likelihoods(conversation, prompt, self._engine.chat_format.tokenizer, letters)
-        best = max(letters, key=scores.__getitem__)
-        line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
-        if question.choice.answer is not None:
-            reference = letters[question.choice.answer]
-            line |= {"reference": reference, "correct": best == reference}
-        return line | ({"categories": dict(question.categories)} if question.categories else {})
+    def _job(self, question: Question) -> Job | str:
+        """Return how a question is asked, or why it cannot be."""
+        if question.fault is not None:
+            return question.fault
+        messages, args = question.chat.to_json(), self._args
+        if not args.choices:
+            return _QuestionJob(messages=messages, sampling=args.sampling(), evidence=args.evidence, question=question)
+        if question.choice is None:
+            return "the question has no options to choose from"
+        sampling = Sampling(max_new_tokens=1)
+        return _ChoiceJob(messages=messages, sampling=sampling, question=question, choice=question.choice)
 
 
 def _open(args: AskOptions, engine: Engine) -> tuple[QuestionSet, dict[str, Any]]:

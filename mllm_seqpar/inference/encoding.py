@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from mllm_seqpar.chats.chat_family import ChatFamily, chat_family
-from mllm_seqpar.chats.clip import FrameSource, ranges_by_source
+from mllm_seqpar.chats.clip import Clip, FrameSource, ranges_by_source
 from mllm_seqpar.cli.progress import Clock
 from mllm_seqpar.comm import Group, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError, DivergedError, SeqParError, VideoError
-from mllm_seqpar.runtime.offload import HostCopies
+from mllm_seqpar.runtime.host_copies import HostCopies
 from mllm_seqpar.sharding import APPENDED, FrameShard, FrameSizes, span_length
 from mllm_seqpar.videos.prefetch import read_ahead
 
@@ -45,8 +45,8 @@ class Interrupted(SeqParError):
 
 
 @dataclass(frozen=True)
-class EncodedVideo:
-    """The visual features of one video, sharded over the ranks of a group.
+class Encoded:
+    """The visual features of a video, or of several videos and images, sharded over the ranks of a group.
 
     Attributes:
         features: (f, tokens, hidden), of this rank's frames, as the chat format's `encode` returns them. If they have
@@ -74,10 +74,10 @@ class EncodedVideo:
         return self.features.shape[:-1].numel()
 
 
-def encode_video(
+def encode(
     model: nn.Module,
     processor: Any,
-    source: FrameSource | Sequence[FrameSource],
+    source: FrameSource | Clip | Sequence[FrameSource | Clip],
     *,
     group: Group = None,
     batch: int = 8,
@@ -85,14 +85,14 @@ def encode_video(
     on_host: bool = False,
     interrupted: Callable[[], bool] | None = None,
     held: Sequence[int] | None = None,
-) -> EncodedVideo:
-    """Read and encode this rank's frames of a video. Every rank of the group calls this with the same source.
+) -> Encoded:
+    """Read and encode this rank's frames of videos and images. Every rank of the group calls this with the same ones.
 
     Args:
         model: of a supported family, or with a method `encode_frames` as the native mPLUG-Owl3; patched or not. If its
             parameters are sharded (FSDP2), all ranks must be in the group.
         processor: the model's; its chat format converts uint8 frames (b, 3, H, W) to pixels.
-        source: the frames, a `VideoSource` for example; of several sources, one after the other.
+        source: a clip, or its frames, a `VideoSource` for example; of several, one after the other.
         group: the ranks that share the frames, as for `patch_model`.
         batch: number of frames read and encoded at once.
         progress: called after each round.
@@ -107,11 +107,12 @@ def encode_video(
     """
     chat_format = chat_family(processor)
     chat_format.check(model)
-    sources = tuple(source) if isinstance(source, Sequence) else (source,)
+    given = tuple(source) if isinstance(source, Sequence) else (source,)
+    sources = tuple(x.open(chat_format) if isinstance(x, Clip) else x for x in given)
     units = [chat_format.units(each) for each in sources]
     total = sum(map(len, units))
     if total == 0:
-        raise VideoError("encode_video: the source has no frames; give a source with at least one frame")
+        raise VideoError("encode: the source has no frames; give a source with at least one frame")
     comm = transfer_communicator(group)
     if batch < 1:
         raise ConfigError(f"batch: {batch} is not allowed; give 1 or more")
@@ -135,7 +136,7 @@ def encode_video(
             del pixels  # the thread reads a further batch only when this one is freed
         features = encoder.features()
         seconds = dict.fromkeys(PARTS, 0.0) | encoder.clock.seconds()
-        return EncodedVideo(features, shard, sources[0] if len(sources) == 1 else None, seconds, sizes)
+        return Encoded(features, shard, sources[0] if len(sources) == 1 else None, seconds, sizes)
 
 
 def _batches(

@@ -7,16 +7,22 @@ The ranks of the world form groups that work independently. The ranks of a group
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job
 about the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
+
+An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
+therefore agree on the outcome of each step of `Engine.answers`, and on an error that a job raises before its first
+forward pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are
+other ranks, because they wait for this one in a collective.
 """
 
 from __future__ import annotations
 
-import json
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,46 +33,30 @@ from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.cli.launch import collective_timeout
 from mllm_seqpar.comm import Communicator, ProcessGroupCommunicator, Subgroup, as_communicator, transfer_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.errors import AgreementError, ConfigError, DataError, SeqParError, VideoError, first_line
+from mllm_seqpar.errors import ConfigError, DivergedError, NonFiniteLogitsError, TransferError
 from mllm_seqpar.models.digests import model_digest
 from mllm_seqpar.models.loading import layer_classes, load_model, load_processor
 from mllm_seqpar.patching import patch_model
 
 from .arguments import ModelOptions
 from .conversation import Conversation
-from .encoding import Progress, encoder_of
-from .generation import Sampling
+from .encoding import encoder_of
+from .job import Job, JobError, Outcome
 
 T = TypeVar("T")
 
 _LONGEST_WAIT = timedelta(days=30)
 """A group may finish long before another one, so the usual timeout of a collective is too short at the end."""
 
-_OF_THE_INPUT = (VideoError, DataError, AgreementError, torch.OutOfMemoryError)
-"""Errors that a single video or question can cause. On ranks where nothing failed, a group raises AgreementError."""
+_FATAL = (TransferError, DivergedError, dist.DistError, torch.AcceleratorError)
+"""Errors after which no job can be answered: of transfers between ranks, and of the device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Messages, the clips that their media parts show, in order, and how to answer; `evidence` is a number of moments.
+def _encode_now(conversation: Conversation) -> None:
+    conversation.encode()
 
-    The clips are files that all ranks find.
-    """
 
-    messages: list[dict[str, Any]]
-    media: tuple[Clip, ...] = ()
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    evidence: int = 0
-
-    def to_json(self) -> str:
-        return json.dumps({**asdict(self), "media": [clip.to_json() for clip in self.media]})
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        values = json.loads(text)
-        values["media"] = tuple(map(Clip.from_json, values["media"]))
-        return cls(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
+def _nothing(_: Conversation) -> None: ...
 
 
 class Engine:
@@ -100,6 +90,7 @@ class Engine:
         )
         self.chat_format = chat_family(self.processor)
         self._conversations: OrderedDict[tuple[Clip, ...], Conversation] = OrderedDict()
+        self._computing = False  # whether a pass has begun, so that other ranks may wait for this one
 
     def load(self) -> None:
         """Load the model and patch it. Every rank of the group calls this.
@@ -118,6 +109,60 @@ class Engine:
         if options.shard_weights:
             model = shard_weights(model, self.comm, self.device, encode=encoder_of(model, self.chat_format))
         self.model = agree(self.comm, "options", lambda: patch_model(model, group=self.comm, config=options.config()))
+        self.model.register_forward_pre_hook(lambda *_: setattr(self, "_computing", True))
+
+    def answers(
+        self,
+        jobs: Sequence[Job],
+        *,
+        sources: Callable[[], Sequence[FrameSource]] | None = None,
+        encode: Callable[[Conversation], object] = _encode_now,
+        on_start: Callable[[Conversation], object] = _nothing,
+        together: bool = False,
+        **callbacks: Any,
+    ) -> Iterator[Any]:
+        """Yield the answer to each of several jobs about the same media, or the JobError that says why there is none.
+
+        All answers of `ask`, `chat`, `serve` and lmms-eval are given here, each when it is asked for. The media are
+        opened, the prompts are written, and the media are encoded if one of the prompts can be answered; without jobs,
+        they are only encoded, and nothing but an error is yielded. Every rank of the group calls this with the same
+        jobs.
+
+        Args:
+            jobs: what is asked. Their media are opened, and their conversation is kept, or a kept one is continued.
+            sources: opens the media instead; the conversation is not kept.
+            encode: encodes the media of the conversation, or reads their features.
+            on_start: called when the media are encoded on all ranks, before the first answer.
+            together: no job is answered if one of them is refused.
+            callbacks: arguments of `Job.answer`.
+
+        Raises:
+            Exception: the ranks cannot go on together: of a transfer, of the device, or within a pass if other ranks
+                may wait for this one.
+        """
+        media = None if sources is not None else jobs[0].media
+        opened, fault = self.settled(
+            partial(self._conversation, media or ()) if sources is None else partial(self.open, sources)
+        )
+        if opened is None:
+            yield from [fault] * max(1, len(jobs))
+            return
+        limits = [job.sampling.max_new_tokens for job in jobs]
+        prompts = [
+            self.settled(partial(opened.prompt, job.messages, limit)) for job, limit in zip(jobs, limits, strict=True)
+        ]
+        refused = [why for _, why in prompts if why is not None]
+        if together and refused:
+            fault = refused[0]
+        elif not jobs or len(refused) < len(jobs):
+            _, fault = self.settled(partial(self._encode, opened, media, encode))
+            if fault is None:
+                on_start(opened)
+        for job, (prompt, why) in zip(jobs, prompts, strict=True):
+            why = fault or why
+            yield self._answer(job, opened, prompt, callbacks) if prompt is not None and why is None else why
+        if fault is not None and not jobs:
+            yield fault
 
     def open(self, sources: Callable[[], Sequence[FrameSource]]) -> Conversation:
         """Return a new conversation about the media that `sources` opens. Every rank of the group calls this.
@@ -128,57 +173,80 @@ class Engine:
         opened = agree(self.comm, "media", sources, lambda found: {"frames": [len(source) for source in found]})
         return Conversation(self.model, self.processor, opened, **self.options.encoding())
 
-    def prepare(
-        self,
-        job: Job,
-        progress: Progress | None = None,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> tuple[Conversation, ChatText]:
-        """Return the conversation about the media of a job, and the prompt, for `Conversation.answer`.
-
-        The conversation is kept. If none was, the media are opened and encoded; if one about the first of them was, the
-        others. After an exception on some of the ranks
-        only, call `forget` on all, because they keep different conversations.
-
-        Args:
-            job: the same on all ranks.
-            progress: as in `encode_video`.
-            interrupted: ends the encoding when it returns True on this rank.
-
-        Raises:
-            SeqParError: on all ranks, among them Interrupted on the rank that `interrupted` ended.
-            DivergedError: the other ranks wait for this one.
-            Exception: of this rank only, such as OutOfMemoryError; AgreementError on the other ranks.
-        """
-        begun = self._begun(job.media)
-        # A conversation of text alone is continued by text alone: `begun` is empty too if no media are kept.
-        kept = self._conversations.get(begun) if begun or not job.media else None
-        further = job.media[len(begun) :]
-        conversation = kept if kept is not None and not further else self._opened(kept, further)
-        limit = job.sampling.max_new_tokens
-        text = agree(self.comm, "prompt", lambda: conversation.prompt(job.messages, limit))
-        while kept is None and len(self._conversations) >= self._keep:  # free memory before the new one needs it
-            self._conversations.popitem(last=False)
-        conversation.encode(progress, interrupted)
-        if further and kept is not None:
-            del self._conversations[begun]  # whose cache continues in the new one
-        self._conversations[job.media] = conversation
-        self._conversations.move_to_end(job.media)
-        return conversation, text
+    def _conversation(self, media: tuple[Clip, ...]) -> Conversation:
+        """Return the conversation about these media that is kept, or a new one, which may continue a kept one."""
+        begun = self._begun(media)
+        if begun == media and begun in self._conversations:
+            return self._conversations[begun]
+        decoding = self.options.decoding()
+        opened = self.open(lambda: [clip.open(self.chat_format, **decoding) for clip in media[len(begun) :]])
+        return self._conversations[begun].followed_by(opened.sources) if begun else opened
 
     def _begun(self, media: tuple[Clip, ...]) -> tuple[Clip, ...]:
-        """Return the most of these media, from the first on, whose conversation is kept and can show the others."""
+        """Return the most of these media, from the first on, whose conversation is kept and can show the others.
+
+        A conversation of text alone is continued by text alone.
+        """
         for stop in range(len(media), 0, -1):
             found = self._conversations.get(media[:stop])
             if found is not None and (stop == len(media) or found.can_follow):
                 return media[:stop]
         return ()
 
-    def _opened(self, kept: Conversation | None, media: Sequence[Clip]) -> Conversation:
-        """Return a conversation about the media of `kept`, if there is one, and then about these."""
-        decoding = self.options.decoding()
-        opened = self.open(lambda: [clip.open(self.chat_format, **decoding) for clip in media])
-        return opened if kept is None else kept.followed_by(opened.sources)
+    def _encode(
+        self,
+        conversation: Conversation,
+        media: tuple[Clip, ...] | None,
+        encode: Callable[[Conversation], object],
+    ) -> None:
+        """Encode the media of a conversation, and keep it as that of `media` if there are any."""
+        if media is None:
+            encode(conversation)
+            return
+        begun = self._begun(media)
+        continued = begun in self._conversations and (bool(begun) or not media)
+        while not continued and len(self._conversations) >= self._keep:  # free memory before the new one needs it
+            self._conversations.popitem(last=False)
+        encode(conversation)
+        if continued:
+            del self._conversations[begun]  # whose cache continues in the new one
+        self._conversations[media] = conversation
+
+    def _answer(self, job: Job, conversation: Conversation, prompt: ChatText, callbacks: Mapping[str, Any]) -> Any:
+        self._computing = False
+        try:
+            return job.answer(conversation, prompt, **callbacks)
+        except Exception as raised:
+            # Logits that are not finite are found after the answer, on all ranks together.
+            if self._computing and self.comm.size > 1 and not isinstance(raised, NonFiniteLogitsError):
+                raise
+            error = raised
+        return self._outcome(error)
+
+    def settled(self, step: Callable[[], T]) -> tuple[T | None, JobError | None]:
+        """Return (what `step` returned, None), or (None, why not) on all ranks if it failed on any of them."""
+        result, error = attempt(step)
+        fault = self._outcome(error)
+        return (result, None) if fault is None else (None, fault)
+
+    def _outcome(self, error: Exception | None) -> JobError | None:
+        """Return the same outcome on all ranks: None, or an error if any of them has one, whose tensors are freed."""
+        if isinstance(error, _FATAL):
+            raise error
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they refer to the features of the job, and to the error
+        mine = Outcome.of(error)
+        _, rows = agree(self.comm, "answering", lambda: mine, lambda _: {}, numbers=lambda found: [found])
+        outcome = Outcome(max(row[0] for row in rows))
+        if outcome is Outcome.PREPARED:
+            return None
+        if any(row[0] not in (Outcome.REFUSED, Outcome.INVALID) for row in rows):
+            self.forget()  # ranks may have kept different conversations
+        try:
+            agree(self.comm, "answering", error=error)
+        except Exception as cause:  # noqa: BLE001 - yielded
+            return JobError(cause, outcome)
+        raise AssertionError("an outcome without an error")
 
     def forget(self) -> None:
         """Drop all kept conversations and free their memory."""
@@ -277,28 +345,3 @@ def divide_ranks(world: Communicator, size: int | None = None, timeout: float | 
     groups = [dist.new_group([*ranks], timeout=limit) for ranks in members]  # each rank creates all of them
     end = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
     return RankGroups(world, transfer_communicator(groups[index]), index, len(members), as_communicator(end))
-
-
-def tried(group: Communicator, what: str, step: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return (what `step` returned, None), or (None, why not) on all ranks if the input made it fail on any rank.
-
-    Args:
-        group: every rank of it calls this.
-        what: the subject of messages.
-        step: either does not communicate, or raises on all ranks if it raises on one.
-
-    Raises:
-        SeqParError: on all ranks, if a rank raised one that the input cannot cause, such as ConfigError.
-        Exception: any other error, at once: the other ranks may be in a collective of the step.
-    """
-    result, error = attempt(step)
-    fatal = error is not None and not isinstance(error, _OF_THE_INPUT)
-    if error is not None and fatal and not isinstance(error, SeqParError):
-        raise error
-    agree(group, what, error=error if fatal else None)
-    try:
-        agree(group, what, error=error)
-    except _OF_THE_INPUT as found:
-        found.__traceback__ = None  # its frames refer to it and to tensors, which would live until a garbage collection
-        return None, first_line(found)
-    return result, None

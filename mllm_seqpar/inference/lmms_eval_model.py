@@ -24,6 +24,7 @@ from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
 from mllm_seqpar.chats.chat import Allowed, Chat, Turn
+from mllm_seqpar.chats.chat_family import ChatText
 from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.chats.forms import plain_message
 from mllm_seqpar.cli.launch import use_cuda
@@ -36,8 +37,10 @@ from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, media_cache
 
 from .arguments import InferenceOptions
 from .choices import continuation
-from .engine import Engine, Job
+from .conversation import Conversation
+from .engine import Engine
 from .generation import Sampling
+from .job import Job, JobError
 
 _UNSUPPORTED_REQUEST = "lmms-eval's requests of the kind {} are not supported by this model; choose other tasks"
 
@@ -55,7 +58,17 @@ _PARTS = Allowed(sources={"image": ("path",), "video": ("path",)})
 class _Request(Job):
     """A job, or the text `target` whose likelihood as its answer is asked for."""
 
-    target: str = ""
+    target: str | None = None
+
+    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> str | tuple[float, bool]:
+        if self.target is None:
+            return str(super().answer(conversation, prompt).text)
+        if not self.target:
+            raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
+        tokens = continuation(conversation.tokenizer, prompt.input_ids[0].tolist(), self.target)
+        tokens = tokens or conversation.tokenizer.encode(self.target, add_special_tokens=False)
+        (score,) = conversation.log_likelihoods(prompt, [tokens])
+        return -score.log_likelihood / len(tokens), score.is_greedy
 
 
 class SimpleSeqParModel(lmms):
@@ -92,7 +105,7 @@ class SimpleSeqParModel(lmms):
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return the answer to each request."""
-        return self._answered(requests, self._generation_request, self._generated, "")
+        return self._answered(requests, self._generation_request, "")
 
     def loglikelihood(self, requests: list[Instance]) -> list[GenerationResult]:
         """Return for each request (negative log-likelihood per token, whether decoding would choose these tokens).
@@ -100,7 +113,7 @@ class SimpleSeqParModel(lmms):
         lmms-eval takes the smallest first number as the model's choice. The pair is wrapped, because lmms-eval 0.7
         turns a plain pair into a text, which its metrics then cannot read.
         """
-        pairs = self._answered(requests, self._likelihood_request, self._scored, (0.0, False))
+        pairs = self._answered(requests, self._likelihood_request, (0.0, False))
         return [GenerationResult(text=pair) for pair in pairs]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
@@ -111,9 +124,7 @@ class SimpleSeqParModel(lmms):
         self._engine = None
         super().clean()
 
-    def _answered(
-        self, requests: Sequence[Instance], read: Callable[[Instance], _Request], answer: Any, padding: Any
-    ) -> list[Any]:
+    def _answered(self, requests: Sequence[Instance], read: Callable[[Instance], _Request], padding: Any) -> list[Any]:
         """Answer the requests of all ranks of the group, grouped by their media; return the answers to this rank's."""
         group, wanted = self._engine.comm, [not (r.metadata or {}).get("__padding_only__") for r in requests]
         mine = agree(group, "requests", lambda: [read(r) for r, real in zip(requests, wanted, strict=True) if real])
@@ -123,7 +134,9 @@ class SimpleSeqParModel(lmms):
         found: dict[tuple[int, int], Any] = {}
         with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
-                found[rank, number] = answer(rows[rank][number])
+                (found[rank, number],) = self._engine.answers([rows[rank][number]])
+                if isinstance(found[rank, number], JobError):
+                    raise found[rank, number].cause
                 bar.update()
         own = iter(found[group.rank, number] for number in range(len(mine)))
         return [next(own) if real else padding for real in wanted]
@@ -135,19 +148,6 @@ class SimpleSeqParModel(lmms):
             key = request.to_json()
             yield replace(request, sampling=replace(request.sampling, seed=self.options.seed + seen[key]))
             seen[key] += 1
-
-    def _generated(self, request: _Request) -> str:
-        conversation, prompt = self._engine.prepare(request)
-        return conversation.answer(prompt, request.sampling, stop=request.stop).text
-
-    def _scored(self, request: _Request) -> tuple[float, bool]:
-        if not (target := request.target):
-            raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
-        (conversation, prompt), tokenizer = self._engine.prepare(request), self._engine.chat_format.tokenizer
-        tokens = continuation(tokenizer, prompt.input_ids[0].tolist(), target)
-        tokens = tokens or tokenizer.encode(target, add_special_tokens=False)
-        (score,) = conversation.log_likelihoods(prompt, [tokens])
-        return -score.log_likelihood / len(tokens), score.is_greedy
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args

@@ -20,11 +20,11 @@ from mllm_seqpar.sharding import FrameShard, FrameSizes
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.video import source_meta
 
-from .encoding import EncodedVideo
+from .encoding import Encoded
 from .generation import require_finite
 
 
-def save_video(directory: str, video: EncodedVideo, comm: Communicator, meta: Mapping[str, Any]) -> None:
+def save_video(directory: str, video: Encoded, comm: Communicator, meta: Mapping[str, Any]) -> None:
     """Write the features of an encoded video, each rank its shard. Return when all ranks have written.
 
     Args:
@@ -79,16 +79,16 @@ def load_video(
     dtype: torch.dtype,
     *,
     mapped: bool = False,
-) -> EncodedVideo:
+) -> Encoded:
     """Read this rank's frames of a store; `mapped` maps them from their file instead (`FeatureStore.map`).
 
     Raises:
         DataError: if the features have another dtype than the model, which would change the answers.
     """
     if store.dtype != dtype:
-        found, needed = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
+        stored, needed = (str(kind).removeprefix("torch.") for kind in (store.dtype, dtype))
         raise DataError(
-            f"{store.directory}: these features are {found} and the model runs in {needed}; use --dtype {found}, or "
+            f"{store.directory}: these features are {stored} and the model runs in {needed}; use --dtype {stored}, or "
             "encode the video again with --save_features"
         )
     total, layout = store.total_frames, chat_format.frame_layout
@@ -99,7 +99,7 @@ def load_video(
     shard = FrameShard.of(total, comm, layout, sizes)
     features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
     features = features if sizes is None else features.flatten(0, 1)
-    return EncodedVideo(features, shard, chat_format.stored_frames(total, store.meta), sizes=sizes)
+    return Encoded(features, shard, chat_format.stored_frames(total, store.meta), sizes=sizes)
 
 
 def feature_meta(source: VideoSource, model: str, chat_format: ChatFamily, frames: FrameChoice) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def open_store(
     store = open_features(directory)
     store.require(**frames.given())
     if source is not None:
-        found = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
+        meta = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ("source_size", "source_digest", "frames", "frame_times")
-        store.require(**{name: found[name] for name in compared}, pixels=_pixels(source))
+        store.require(**{name: meta[name] for name in compared}, pixels=_pixels(source))
     if store.meta.get("model") != model_fingerprint(model, chat_format.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

@@ -47,14 +47,17 @@ class BlockPart:
 
     Attributes:
         batch, rows, keys: its batch items, query rows and keys.
-        causal: whether it is a causal square.
+        causal: whether it is a causal square of more than one row.
+        is_full: whether every row attends to every key.
         is_whole: whether it is the whole block.
         intervals: those of the block if the piece has a mask; else None.
     """
 
     def __init__(self, rectangle: Rectangle, shape: tuple[int, int], intervals: Intervals | None) -> None:
         self.batch, self.rows, self.keys, kind = rectangle
-        self.causal, self.intervals = kind == "causal", intervals if kind == "masked" else None
+        self.causal = kind == "causal" and self.rows.stop - self.rows.start > 1
+        self.intervals = intervals if kind == "masked" else None
+        self.is_full = not self.causal and kind != "masked"
         self.is_whole = rectangle[:3] == (ALL, slice(0, shape[0]), slice(0, shape[1]))
         self._masks: dict[torch.device, Tensor] = {}
 
@@ -104,26 +107,28 @@ class FusedKernel:
     ) -> tuple[Tensor, Tensor]:
         if not (q.numel() and k.numel()):  # `base.is_empty`, without a call: each block of each layer passes here
             return base.empty_forward(q)
-        if intervals is None and (self.converted_keys is None or k.shape[2] <= self.converted_keys):
-            return self._forward_piece(q, k, v, scale)
-        kept = intervals and intervals.kept.get(("pieces", self.name, q.dtype, q.shape[1] // k.shape[1]))
-        pieces = kept or self._pieces(q, k, intervals)
-        if len(pieces) == 1 and pieces[0].is_whole:
-            (piece,) = pieces
-            mask = None if piece.intervals is None else piece.mask(q.device)
-            return self._forward_piece(q, k, v, scale, piece.causal, mask)
+        groups = k.shape[1]
+        limit = self.converted_keys
+        if intervals is None and (limit is None or k.shape[2] <= limit or q.dtype is self.operator_dtype):
+            rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `fold_heads`
+            o, lse = self._run_forward(rows, k, v, AttentionArgs(scale))
+            # The layout of the log-sum-exp differs between operators: it may have no view with unfolded heads.
+            lse = lse.contiguous()
+            return (o, lse) if rows is q else (o.reshape(q.shape), lse.view(q.shape[:3]))
+        pieces = self._pieces(q, k, intervals)
+        if len(pieces) == 1 and pieces[0].is_whole and not pieces[0].is_full:
+            return self._forward_piece(pieces[0], q, k, v, scale)
         o, lse = base.empty_forward(q)
         done: dict[int | None, int] = {}  # by first batch item: no row from here on has a result
         for piece in pieces:
-            batch, rows, keys = piece.batch, piece.rows, piece.keys
-            mask = None if piece.intervals is None else piece.mask(q.device)
-            some = q[batch, :, rows], k[batch, :, keys], v[batch, :, keys]
-            part = self._forward_piece(*some, scale, piece.causal, mask)
-            if rows.start >= done.get(batch.start, 0):
-                o[batch, :, rows], lse[batch, :, rows] = part
+            at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
+            some = q[at], k[of_keys], v[of_keys]
+            part = self.forward(*some, scale=scale) if piece.is_full else self._forward_piece(piece, *some, scale)
+            if piece.rows.start >= done.get(piece.batch.start, 0):
+                o[at], lse[at] = part
             else:
-                merge_(o[batch, :, rows], lse[batch, :, rows], *part)
-            done[batch.start] = max(rows.stop, done.get(batch.start, 0))
+                merge_(o[at], lse[at], *part)
+            done[piece.batch.start] = max(piece.rows.stop, done.get(piece.batch.start, 0))
         return o, lse
 
     def backward(
@@ -144,32 +149,35 @@ class FusedKernel:
         if o is None:
             assert delta is not None
             o = base.output_with_row_sums(do, delta, self.operator_dtype or q.dtype)
-        lse = base.safe_lse(lse.float())
-        kept = intervals and intervals.kept.get(("pieces", self.name, q.dtype, q.shape[1] // k.shape[1]))
-        pieces = kept or self._pieces(q, k, intervals)
+        lse = lse.float()
+        limit = self.converted_keys
+        if intervals is None and (limit is None or k.shape[2] <= limit or q.dtype is self.operator_dtype):
+            return self._backward_folded(do, q, k, v, o, lse, AttentionArgs(scale))
+        pieces = self._pieces(q, k, intervals)
         if len(pieces) == 1 and pieces[0].is_whole:
-            (piece,) = pieces
-            mask = None if piece.intervals is None else piece.mask(q.device)
-            return self._backward_piece(do, q, k, v, o, lse, scale, piece.causal, mask)
+            return self._backward_piece(pieces[0], do, q, k, v, o, lse, scale)
         dq, dk, dv = base.empty_backward(q, k, v)
         for piece in pieces:
             at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
-            mask = None if piece.intervals is None else piece.mask(q.device)
-            some = do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at]
-            part = self._backward_piece(*some, scale, piece.causal, mask)
+            part = self._backward_piece(piece, do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at], scale)
             for total, index, grad in zip((dq, dk, dv), (at, of_keys, of_keys), part, strict=True):
                 total[index] += grad
         return dq, dk, dv
 
     def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[BlockPart]:
         """Return what is computed one after another: the rectangles of the intervals, cut so that each bias and each
-        converted copy is bounded."""
+        converted copy is bounded. Those of intervals are made once for all layers."""
+        repeat = q.shape[1] // k.shape[1]
+        key = "pieces", self.name, q.dtype, repeat
+        if intervals is not None and key in intervals.kept:
+            made: Sequence[BlockPart] = intervals.kept[key]
+            return made
         shape = q.shape[2], k.shape[2]
         converted = k.shape[2] if self.converted_keys is None or q.dtype is self.operator_dtype else self.converted_keys
         if intervals is None:
             whole = Rectangle(ALL, slice(0, shape[0]), slice(0, shape[1]))
             return [BlockPart(part, shape, None) for part in _cut(whole, shape[0], converted)]
-        repeat, pieces = q.shape[1] // k.shape[1], list[BlockPart]()
+        pieces = list[BlockPart]()
         for rectangle in rectangles_of(intervals):
             row_step, key_step, width = shape[0], converted, rectangle.keys.stop - rectangle.keys.start
             if rectangle.kind == "masked":
@@ -180,60 +188,38 @@ class FusedKernel:
                 pieces.append(BlockPart(rectangle, shape, intervals))
             else:
                 pieces += [BlockPart(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
-        intervals.kept["pieces", self.name, q.dtype, repeat] = pieces  # for all layers
+        intervals.kept[key] = pieces
         return pieces
 
-    def _forward_piece(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if causal and q.shape[2] > 1:
-            return self._forward_causal(q, k, v, AttentionArgs(scale, causal=True))
-        groups = k.shape[1]
-        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
-        rows = (
-            q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])
-        )  # `fold_heads`, without a call
-        o, lse = self._run_forward(rows, k, v, args)
-        # The layout of the log-sum-exp differs between operators, so it may not be possible to unfold it as a view.
-        lse = lse.contiguous()
-        if rows is not q:
-            o, lse = o.reshape(q.shape), lse.view(q.shape[:3])
-        if mask is None:
+    def _forward_piece(self, piece: BlockPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of a causal or masked piece, given its rows and keys."""
+        heads, groups = q.shape[1], k.shape[1]
+        if piece.causal:
+            args = AttentionArgs(scale, causal=True)
+            if self.grouped_causal or heads == groups:
+                o, lse = self._run_forward(q, k, v, args)
+                return o, lse.contiguous()
+            parts = [self._run_forward(q_head, k, v, args) for q_head in _by_head_of_group(q, k)]
+            o, lse = (torch.stack(part, dim=2).flatten(1, 2) for part in zip(*parts, strict=True))
             return o, lse
+        mask = piece.mask(q.device)
+        args = AttentionArgs(scale, bias=self._bias(mask, q, groups))
+        o, lse = self._run_forward(q.reshape(q.shape[0], groups, -1, q.shape[3]), k, v, args)
+        o, lse = o.reshape(q.shape), lse.contiguous().view(q.shape[:3])
         hidden = ~mask.any(dim=-1).unsqueeze(1)
         return o.masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, -torch.inf)
 
     def _backward_piece(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool = False,
-        mask: Tensor | None = None,
+        self, piece: BlockPart, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if causal and q.shape[2] > 1:
-            return self._backward_causal(do, q, k, v, o, lse, AttentionArgs(scale, causal=True))
-        groups, shape = k.shape[1], q.shape
-        args = AttentionArgs(scale, bias=None if mask is None else self._bias(mask, q, groups))
-        do, q, o, lse = (base.fold_heads(x, groups) for x in (do, q, o, lse))
-        dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), args)
-        return dq.reshape(shape), dk, dv
-
-    def _forward_causal(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        if self.grouped_causal or q.shape[1] == k.shape[1]:
-            o, lse = self._run_forward(q, k, v, args)
-            return o, lse.contiguous()
-        parts = [self._run_forward(q_head, k, v, args) for q_head in _by_head_of_group(q, k)]
-        o, lse = (torch.stack(part, dim=2).flatten(1, 2) for part in zip(*parts, strict=True))
-        return o, lse
-
-    def _backward_causal(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of a piece, given its rows and keys."""
+        if not piece.causal:
+            if piece.intervals is None:
+                return self._backward_folded(do, q, k, v, o, lse, AttentionArgs(scale))
+            # Only a mask can leave a row without keys. It has no log-sum-exp that the operator could subtract.
+            args = AttentionArgs(scale, bias=self._bias(piece.mask(q.device), q, k.shape[1]))
+            return self._backward_folded(do, q, k, v, o, base.safe_lse(lse), args)
+        args = AttentionArgs(scale, causal=True)
         if self.grouped_causal or q.shape[1] == k.shape[1]:
             return self._run_backward(do, q, k, v, o, lse.contiguous(), args)
         dqs, (_, dk, dv) = [], base.empty_backward(q, k, v)
@@ -243,6 +229,16 @@ class FusedKernel:
             dk += dk_part
             dv += dv_part
         return torch.stack(dqs, dim=2).flatten(1, 2), dk, dv
+
+    def _backward_folded(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) with the query heads of a KV head as rows."""
+        shape, groups = q.shape, k.shape[1]
+        if shape[1] != groups:
+            do, q, o, lse = [x.reshape(shape[0], groups, -1, *x.shape[3:]) for x in (do, q, o, lse)]  # `fold_heads`
+        dq, dk, dv = self._run_backward(do, q, k, v, o, lse.contiguous(), args)
+        return dq.reshape(shape), dk, dv
 
     def _bias(self, mask: Tensor, q: Tensor, groups: int) -> Tensor:
         """Bool (B, S, T) -> additive (B, 1, R * S, T) for folded rows: -inf for hidden entries, aligned row strides."""

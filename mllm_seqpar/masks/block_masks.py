@@ -21,6 +21,9 @@ from mllm_seqpar.errors import MaskError
 
 from .intervals import BlockMask, Intervals, block_mask, runs_of
 
+MAX_RUNS = 4
+"""Bounds of keys in at most so many runs of consecutive numbers are computed instead of searched for."""
+
 RankGroups = Sequence[tuple[int, ...]]
 """The ranks of each of several groups, in the order of the groups' rows and keys."""
 
@@ -70,16 +73,30 @@ class HeldKeys:
         each = sizes.cumsum(0) if isinstance(sizes, Tensor) else torch.arange(1, numbers.numel() + 1) * sizes
         self._before = F.pad(each, (1, 0))  # (u + 1,), the keys before each
         self.count = int(self._before[-1])
-        breaks = (numbers[1:] < numbers[:-1]).nonzero().flatten().add(1).tolist()
+        steps = numbers.diff()
+        breaks = (steps < 0).nonzero().flatten().add(1).tolist()
         self._ascending = list(itertools.pairwise([0, *breaks, numbers.numel()]))
+        self._runs = None if breaks or isinstance(sizes, Tensor) else _runs(numbers, steps)
 
     def local(self, bounds: Tensor) -> Tensor:
         """Return global bounds (K, 2, B or 1, rows) as bounds of these keys, with K layers for each ascending part."""
+        if self._runs is not None:
+            return self._in_runs(bounds)
         if self.numbers.numel() and bounds.numel() > 4 * int(self.numbers.max()):  # a table is faster than searching
-            found = [table[bounds.clamp(max=table.numel() - 1)] for table in self._tables]
+            local = [table[bounds.clamp(max=table.numel() - 1)] for table in self._tables]
         else:
-            found = [self._search(bounds.contiguous(), *part) for part in self._ascending]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            local = [self._search(bounds.contiguous(), *part) for part in self._ascending]
+        return local[0] if len(local) == 1 else torch.cat(local)
+
+    def _in_runs(self, bounds: Tensor) -> Tensor:
+        """Return `local` by arithmetic, which takes a tenth of the time of a search among many keys."""
+        assert self._runs is not None
+        local = None
+        for first, step, length in self._runs:
+            before = bounds - (first - step + 1)
+            before = (before if step == 1 else before.div_(step, rounding_mode="floor")).clamp_(0, length)
+            local = before if local is None else local.add_(before)
+        return torch.zeros_like(bounds) if local is None else local.mul_(self.sizes) if self.sizes != 1 else local
 
     def _search(self, bounds: Tensor, start: int, stop: int) -> Tensor:
         return self._before[torch.searchsorted(self.numbers[start:stop], bounds) + start]
@@ -99,6 +116,19 @@ class HeldKeys:
             numbers, order = numbers.sort()
             sizes = sizes[order]
         return HeldKeys(numbers, sizes)
+
+
+def _runs(numbers: Tensor, steps: Tensor) -> list[tuple[int, int, int]] | None:
+    """Return ascending numbers as a few runs (first, step, length), as every layout has them; None if they are many."""
+    if numbers.numel() < 2:
+        return [(int(first), 1, 1) for first in numbers]
+    step = int(steps[0])
+    if step > 0 and bool((steps == step).all()):
+        return [(int(numbers[0]), step, numbers.numel())]
+    ends = (steps != 1).nonzero().flatten().add(1).tolist()
+    if len(ends) >= MAX_RUNS:
+        return None
+    return [(int(numbers[a]), 1, b - a) for a, b in itertools.pairwise([0, *ends, numbers.numel()])]
 
 
 class BlockMasks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.errors import MaskError
+from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.sharding import FrameSizes, Spans, numbers_of_spans
 
 from .block_masks import BlockMasks, HeldKeys
@@ -170,6 +170,34 @@ class FrameMask:
             blocks = frame_masks([FrameMask(shard.long(), self.sizes) for shard in gathered], frames)
             self._by_group[key] = max(digest, 1), blocks
         return self._by_group[key][1]
+
+
+def mask_over_samples(
+    visible: Tensor, tokens: int, units: int, rows: Tensor | None = None, prompt_batch: int | None = None
+) -> FrameMask:
+    """Return the mask over the units of all samples, given a table of the units of its sample that each row may attend
+    to.
+
+    Args:
+        visible: (B, L, U) bool, over the units of the row's sample.
+        units: units of all samples and ranks. With beams, B is a multiple of the number of samples, and the beams of a
+            sample share its units.
+        rows: (B,) for each row, the row of the frames' own pass that it continues; None if this is that pass.
+        prompt_batch: rows of the frames' own pass; None: B.
+    """
+    visible = visible.detach().cpu()
+    batch, length, per_sample = visible.shape
+    prompt_batch = prompt_batch or batch
+    samples = units // per_sample if per_sample else prompt_batch
+    if per_sample and (units % per_sample or samples == 0 or prompt_batch % samples):
+        raise ShapeError(
+            f"{units} frames (or tiles) were passed for {prompt_batch} samples of the text, whose mask is for "
+            f"{per_sample} each; expected {prompt_batch * per_sample}, or with beams those of the samples once"
+        )
+    offset = torch.arange(prompt_batch) // max(1, prompt_batch // samples) * per_sample
+    offset = offset if rows is None else offset[rows]
+    own = FrameMask.from_dense(visible, tokens).bounds
+    return FrameMask(torch.where(own[:, 1:] > own[:, :1], own + offset[:, None], 0), FrameSizes(units, tokens))
 
 
 def frame_masks(masks: Sequence[FrameMask], frames: Sequence[Spans]) -> BlockMasks:

@@ -15,8 +15,9 @@ A `ShardedLayer` takes the place of one of the model's own layers, if its K and 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.text import TextKVCache, TextShards
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
 
 ONE_PROCESS = (0, 1)
@@ -35,7 +36,7 @@ ONE_PROCESS = (0, 1)
 
 _OF_FRAMES = (
     *("rows", "prompt_batch", "first_token", "earlier", "visual_kv", "frame_fingerprints"),
-    *("samples", "media_layout", "media_counts"),
+    *("samples", "frame_facts"),
 )
 """The attributes of a state that belong to the pass that brought frames."""
 
@@ -53,12 +54,9 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         frame_fingerprints: the fingerprints of the frames, one for each form in which they are known.
         samples: the number of samples that the frames belong to; ``prompt_batch / samples`` rows of the prompt are
             beams of one sample. None for mPLUG-Owl3 and MOSS-VL.
-        media_layout: mPLUG-Owl3, MOSS-VL: the frames that each token of the prompt attends to.
-        media_counts: OpenFlamingo: (rows of the prompt, tokens) int64 on the CPU: the number of media tokens at or
-            before each token of the prompt.
+        frame_facts: what the family stores with the frames, such as which of them each token of the prompt attends to.
         frame_tokens: decoder-only models: the visual tokens of the text so far; None if they are not known.
-        position_offsets: Qwen-VL: (rows of the prompt, 1) int64 on the CPU: how far the positions of later tokens are
-            from their number, because visual tokens share positions.
+        text_facts: what the family stores with the whole text, such as offsets of positions.
         text_kv: the text tokens whose K and V this rank stores, if the text is sharded.
         group: (rank, size) of the group that K and V are sharded over.
         active: whether a pass of the patched model is running.
@@ -79,10 +77,9 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         self.visual_kv: VisualKVCache | None = None
         self.frame_fingerprints: set[tuple[int, ...]] = set()
         self.samples: int | None = None
-        self.media_layout: Any = None
-        self.media_counts: Tensor | None = None
+        self.frame_facts: Any = None
         self.frame_tokens: FrameTokens | None = None
-        self.position_offsets: Tensor | None = None
+        self.text_facts: Any = None
         self.text_kv: TextKVCache | None = None
 
     @property
@@ -101,6 +98,17 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
         self.visual_kv, self.frame_fingerprints = visual_kv, fingerprints
         self.rows, self.prompt_batch = torch.arange(batch), batch
         self.earlier, self.first_token = before, past_length if before else 0
+
+    @contextlib.contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Run a pass of the patched model, which alone may read the cache; release the features at its end."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+        if self.visual_kv is not None:
+            self.visual_kv.close()
 
     def by_pass(self) -> list[SequenceParallelCacheState]:
         """Return a state for each pass that brought frames, with the `rows` that the rows of this state continue."""
@@ -124,7 +132,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
                 setattr(self, name, getattr(before, name))
 
     def drop_frames(self) -> None:
-        self.visual_kv = self.samples = self.media_layout = self.media_counts = None
+        self.visual_kv = self.samples = self.frame_facts = None
         self.frame_fingerprints, self.earlier, self.first_token = set(), (), 0
 
     def continue_in(self, group: tuple[int, int]) -> None:
@@ -164,7 +172,7 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
             self.rows = self.rows.repeat_interleave(repeats)
 
     def reset(self) -> None:
-        self.rows = self.frame_tokens = self.position_offsets = self.text_kv = None
+        self.rows = self.frame_tokens = self.text_facts = self.text_kv = None
         self.drop_frames()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -55,6 +55,8 @@ def model_fingerprint(
     # transformers 5 writes the image preprocessing into the second file, as a part of the processor.
     preprocessing = (Path(directory) / name for name in ("preprocessor_config.json", "processor_config.json"))
     digest.update(next((path.read_bytes() for path in preprocessing if path.exists()), b""))
+    if (of_videos := Path(directory) / "video_preprocessor_config.json").exists():
+        digest.update(of_videos.read_bytes())
     for name, path in sorted(file_of.items()):
         with safe_open(path, "pt") as file:
             tensor = file.get_tensor(name)

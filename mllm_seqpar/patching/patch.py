@@ -13,7 +13,9 @@ from mllm_seqpar._compat import check_versions
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Group, ProcessGroupCommunicator, transfer_communicator
 from mllm_seqpar.comm.agreement import agree
-from mllm_seqpar.comm.backends import release_gloo_at_exit, require_transferable, warn_about_settings
+from mllm_seqpar.comm.backends import require_transferable
+from mllm_seqpar.comm.gloo_exit import release_gloo_at_exit
+from mllm_seqpar.comm.nccl_settings import warn_about_settings
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AdapterError, ConfigError

@@ -35,13 +35,13 @@ from .workload import FLOAT32, Workload
 
 USABLE = 0.92
 """Fraction of a GPU's memory that a plan may fill. The rest is for the driver, the allocator, and the projection of
-recomputed chunks of features."""
+recomputed chunks of features, and the gradients of a part of the keys beside their sums."""
 
 COMMUNICATORS = 2
 """NCCL communicators of a rank: one of FSDP2, and one of the exchanges."""
 
 COMMUNICATOR_BYTES = 2**30
-"""Assumed device memory of one NCCL communicator; not measured by this project.
+"""Assumed device memory of one NCCL communicator. One of two ranks that shared an H200 over sockets took 498 MiB.
 
 NCCL allocates a buffer of NCCL_BUFFSIZE, 4 MiB by default, per channel and connection: 256 MiB for 32 channels and the
 two connections of a ring, without the buffers of its other protocols. Users report up to about 1.6 GB (NVIDIA/nccl
@@ -161,7 +161,8 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
         token = 2 * cross.kv_heads * cross.head_dim * element
         token += _head_norm(cross.key_norm, cross.kv_heads, cross.head_dim, element)
         if cross.features_norm:  # a float32 copy of another dtype, the normalized features for its weight, its result
-            copies = (FLOAT32 if element < FLOAT32 else 0) + (element if workload.language_trained else 0)
+            copies = FLOAT32 if element < FLOAT32 and workload.trains_features else 0
+            copies += element if workload.language_trained else 0
             token += cross.visual_dim * (copies + element) + FLOAT32
         crossing += _visual_tokens(workload, spec) * token
     layers, crossings = text.layers, cross.layers
@@ -299,7 +300,8 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     """Return the buffer bytes of one call of the compared attention, the larger of forward and backward.
 
     K and V of text are activations; K and V of frames are projected in each pass, unless backward has kept them.
-    Backward holds the gradients of K and V as they are added up.
+    Backward holds the gradients of K and V as they are added up, and those of the features twice: the sum of the layers
+    after this one, which counts as features, and its own.
     """
     problem, cross = workload.problem(workload.compared), workload.model.cross
     visual, training = _visual_tokens(workload, spec), workload.training
@@ -318,10 +320,16 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     backward = kv + grads + _partial_results(problem, spec, backward=True)
     if not workload.model.decoder_only:
         normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-        if workload.recompute:  # K before its norm
-            backward += problem.element * visual * normalized
+        if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
+            before_norm = problem.element * visual * normalized
+            backward += before_norm
+            if workload.trains_features and cross.layers > 1:
+                backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
         else:  # norms run backward over all frames at once, with three tensors in float32
-            normalized += cross.visual_dim if cross.features_norm else 0
+            if cross.features_norm and workload.trains_features:
+                normalized += cross.visual_dim
+            elif cross.features_norm and workload.language_trained:  # the gradient of the result, for its weight alone
+                backward += workload.element * visual * cross.visual_dim
             backward += 3 * FLOAT32 * visual * normalized
     return max(forward, backward)
 

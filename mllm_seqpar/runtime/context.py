@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,13 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 
 from .strategy_selector import StrategySelector
+from .text import Rows
 
 _log = get_logger(__name__)
+
+KEPT_LENGTHS = 8
+"""Specs of plain text are kept for this number of lengths."""
 
 
 class Recorder(Protocol):
@@ -32,9 +38,8 @@ class Record(Protocol):
     def begin_answer(self) -> None:
         """Forget the passes of an earlier answer."""
 
-    def begin_rows(self, inputs: Any, rows: Any, attended: Any, cache_state: Any) -> Recorder | None:
-        """Return what records a part of the rows of a pass, given its inputs, the rows, the frames that they attend to,
-        and the state of the cache; or None."""
+    def begin_rows(self, running: Any, rows: Rows) -> Recorder | None:
+        """Return what records a part of the rows of a running `Pass`, or None."""
 
 
 @dataclass(eq=False)
@@ -56,12 +61,24 @@ class SeqParContext:
     assumed_alone: bool = False
     records: list[Record] = field(default_factory=list, repr=False)
     frames_seen: int = field(default=0, init=False, repr=False)
+    _text_specs: dict[Hashable, dict[Hashable, CallSpec]] = field(default_factory=dict, init=False, repr=False)
     _passes: Counter[bool] = field(default_factory=Counter, init=False, repr=False)
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
 
-    def recorder(self, *facts: Any) -> Recorder | None:
+    def recorder(self, running: Any, rows: Rows) -> Recorder | None:
         """Return what records a part of the rows of a pass (`Record.begin_rows`), if something does."""
-        return self.records[-1].begin_rows(*facts) if self.records else None
+        return self.records[-1].begin_rows(running, rows) if self.records else None
+
+    def specs_of_plain_text(self, kind: type, length: int) -> dict[Hashable, CallSpec]:
+        """Return the specs of causal text of a length without padding or packing, by shape: all passes share them.
+
+        `kind` is the class of its shards.
+        """
+        specs = self._text_specs.pop((kind, length), {})
+        self._text_specs[kind, length] = specs  # the last one used
+        if len(self._text_specs) > KEPT_LENGTHS:
+            del self._text_specs[next(iter(self._text_specs))]
+        return specs
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""

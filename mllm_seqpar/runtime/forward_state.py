@@ -47,11 +47,10 @@ ModelAttention = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor
 """The unpatched model's attention to text: k, v (B, G, t, D), the decoder's mask, q (B, H, s, D), scale -> o."""
 
 TextMask = Literal["decoder", "causal", "intervals"]
-"""What says which tokens a row of a pass attends to, and thereby what computes the attention to text.
+"""What says which tokens a row attends to, and thereby what computes the attention to text (`ForwardState.text_mask`).
 
 "decoder": the decoder's mask. The model's own attention computes text that this rank has whole.
-"causal": the order of the tokens alone. The model's own attention computes it without a mask, except in layers with a
-    window that is shorter than the text.
+"causal": the order of the tokens alone. The model's own attention computes it without a mask.
 "intervals": the interval of keys of each row. The block kernels compute it.
 """
 
@@ -77,7 +76,6 @@ class ForwardState:
         shards_text: whether hidden states hold this rank's tokens only.
         torch_attends: whether torch's own operators may take the place of schedules and block kernels: on one process,
             unless a block kernel is named.
-        text_mask: what says which tokens a row attends to.
     """
 
     def __init__(
@@ -98,24 +96,27 @@ class ForwardState:
         config = context.config
         self.shards_text = text is not None and config.self_attention != "local"
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
-        self.text_mask = self._text_mask()
+        self._text_masks: dict[int | None, TextMask] = {}
         self._text_specs: dict[Hashable, CallSpec] = {}
+        if text is not None and self.text_mask() == "intervals" and text.is_plain and cached_text is None:
+            self._text_specs = context.specs_of_plain_text(type(text), text.length)
 
-    def _text_mask(self) -> TextMask:
+    def text_mask(self, window: int | None = None) -> TextMask:
+        """Return what says which tokens a row attends to in layers with this window, or without one in all layers."""
+        made = self._text_masks.get(window)
+        if made is None:
+            made = self._text_masks[window] = self._text_mask(window)
+        return made
+
+    def _text_mask(self, window: int | None) -> TextMask:
         text = self.text
-        if text is None or not self.shards_text:
+        if text is None or not self.shards_text:  # this rank has all rows
             return "decoder" if self.cached_text is None else "intervals"
         if not self.torch_attends:
             return "intervals"
         if text.is_plain:
-            return "causal"
+            return "causal" if window is None or window >= text.length else "intervals"
         return "decoder" if text.batch * text.length**2 <= MAX_TEXT_MASK else "intervals"
-
-    def model_attends(self, window: int | None = None) -> bool:
-        """Return whether the model's own attention computes the text in a layer with this window, or None without."""
-        if self.text_mask != "causal":
-            return self.text_mask == "decoder"
-        return window is None or self.text is None or window >= self.text.length
 
     def embedded(self, embeds: Tensor) -> Tensor:
         """Return the rows (B, s, C) with the embeddings of visual tokens among them, which the state then releases."""
@@ -176,13 +177,13 @@ class ForwardState:
             q: (B, H, s, D), the rows; for its shape.
             k, v: (B, G, t, D): of this rank's tokens, of all tokens, or what this rank's cache returned.
             window: the number of keys that a token attends to at most, itself included; None: all before it.
-            mask: the decoder's attention mask; used if `text_mask` is "decoder".
+            mask: the decoder's attention mask; read if `text_mask` is "decoder".
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
         k, v = cast_for_attention(k, v)
-        torch_attend = None
-        if model_attention is not None and self.model_attends(window):
-            torch_attend = functools.partial(model_attention, k, v, mask if self.text_mask == "decoder" else None)
+        torch_attend, text_mask = None, self.text_mask(window)
+        if model_attention is not None and text_mask != "intervals":
+            torch_attend = functools.partial(model_attention, k, v, mask if text_mask == "decoder" else None)
         if self.text_length is not None and self.cached_text is None:
             k, v = k[:, :, : self.text_length], v[:, :, : self.text_length]  # the rest of a static cache is empty
         key = q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()

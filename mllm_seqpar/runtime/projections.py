@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import global_module_hooks
-from mllm_seqpar.checkpointing import detached_parameters, trained_parameters
+from mllm_seqpar.recomputation import detached_parameters, trained_parameters
 
 ProjectFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), frame by frame."""

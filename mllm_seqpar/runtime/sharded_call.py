@@ -13,7 +13,7 @@ from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, select_strategy
+from mllm_seqpar.runtime.frames import frames_of_shards
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.sharding import FrameSizes
@@ -105,6 +105,5 @@ def sharded_call(
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(own, units, sizes.count(), config.recompute_visual)
     context.count_shards((text.local, length), (len(units), sizes.count()))
-    frames = Frames.of_shards(visual, mask, text, sizes)
-    frames = select_strategy(context, frames, visual, text, lambda: torch.arange(sizes.count()))
+    frames = frames_of_shards(context, visual, mask, text, sizes, lambda: torch.arange(sizes.count()))
     return ShardedState(context, text=text, frames=frames)

@@ -1,4 +1,4 @@
-"""The text of forward passes: padding, sharding, the inverse of both, causal masks, its K and V, and its loss.
+"""The text of forward passes: padding, sharding, the inverse of both, causal masks, and its K and V.
 
 The text K and V of a prompt that was prefilled with sharded text stay sharded while decoding (`TextKVCache`): each rank
 keeps those of its shard of the prompt. K and V of each new token are stored on one rank, in turn, so that all caches
@@ -6,15 +6,11 @@ grow alike, unless the prompt's sharding names one rank for all of them (`star`)
 same on every rank and attend to each shard (Star Attention's phase 2, arXiv 2411.17116); the partial results are merged
 exactly.
 
-Labels are shifted before they are sharded, so no target is lost between two shards. The loss is the sum over the group,
-divided by the number of targets of the whole text; a rank without targets needs no special case.
-
 Shape legend: B samples, L tokens of the caller, P tokens after padding to what the layout needs, s = P / n per rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,8 +20,6 @@ from torch.nn import functional as F
 
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.comm.autograd import group_sum
-from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import BlockMask, BlockMasks
 from mllm_seqpar.masks.block_masks import text_mask, text_masks
 from mllm_seqpar.sharding import gather_sequence, padded_length, sequence_positions, shard_sequence
@@ -167,6 +161,30 @@ def select_logit_rows(x: Tensor, wanted: int | Tensor) -> Tensor:
     return x[wanted] if wanted.dtype is torch.bool else x.take_along_dim(wanted[..., None], dim=1)
 
 
+def requested_rows(text: TextShards, wanted: int | Tensor, local: Tensor, query: Tensor | None = None) -> Tensor:
+    """Return, on every rank, the hidden states of the rows that `logits_to_keep` selects; see `select_logit_rows`.
+
+    Args:
+        text: the sharding of the first rows.
+        wanted: the rows of the whole text.
+        local: (B, s, C), the shard of the first rows.
+        query: (B, r, C), the rows after them, on every rank; None if there are none.
+    """
+    every_row = isinstance(wanted, int) and wanted == 0
+    if every_row or (isinstance(wanted, Tensor) and wanted.dim() == 2):
+        whole = text.unshard(local, 1)
+        return select_logit_rows(whole if query is None else torch.cat([whole, query], dim=1), wanted)
+    length = text.length + (0 if query is None else query.shape[1])
+    rows = select_logit_rows(torch.arange(length)[None], wanted)[0]
+    sharded = rows < text.length
+    if query is None or bool(sharded.all()):
+        return text.gather_rows(local, rows)
+    out = query[:, (rows - text.length).clamp(min=0).to(query.device)]
+    if bool(sharded.any()):
+        out[:, sharded.to(out.device)] = text.gather_rows(local, rows[sharded])
+    return out
+
+
 def packed_starts(position_ids: Tensor) -> Tensor | None:
     """(B or 1, L) positions -> (B or 1, L) the index at which each token's sequence starts, or None for one sequence.
 
@@ -221,86 +239,3 @@ class TextKVCache:
         positions = torch.arange(self.total - rows, self.total)
         first = None if window is None else (positions - window + 1)[None]
         return text_mask(positions, self.positions, first, None if valid is None else valid.detach().bool().cpu())
-
-
-IGNORE = -100
-
-
-def shifted(labels: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Return labels (B, L) shifted to the tokens that predict them; the last token has no target."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE if ignore_index is None else ignore_index)
-
-
-def sharded_causal_lm_loss(
-    logits: Tensor,
-    shift_labels: Tensor,
-    text: TextShards,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int | None = None,
-    target_weights: Callable[[Tensor], Tensor | None] | None = None,
-) -> Tensor:
-    """Return the unpatched model's loss, the same number on every rank.
-
-    Args:
-        logits: (B, s, V), of this rank's tokens.
-        shift_labels: (B, L), the shifted labels of the whole text, the same on every rank. On the CPU, they are
-            checked, and the host does not wait for the device.
-        text: the sharding of the tokens.
-        num_items_in_batch: the divisor of the sum; None: the number of targets (a mean).
-        ignore_index: the label of tokens without a target; None: -100.
-        target_weights: returns the weights of the losses of targets; None, or None returned: all are 1.
-
-    Returns:
-        float32 scalar, or float64 of float64 logits. Its gradient, averaged over the group, is the gradient of the
-        unpatched model's loss.
-
-    Raises:
-        ShapeError: on all ranks, if the labels do not have the shape of the text, or are no tokens.
-    """
-    if shift_labels.shape != (text.batch, text.length):
-        raise ShapeError(
-            f"labels are {tuple(shift_labels.shape)}; expected the shape of the text, {(text.batch, text.length)}"
-        )
-    ignore = IGNORE if ignore_index is None else ignore_index
-    if shift_labels.device.type == "cpu":
-        require_tokens(shift_labels, logits.shape[-1], ignore)
-    local = copy_to_device(text.shard(shift_labels, 1, ignore), logits.device)
-    total = summed_cross_entropy(logits, local, ignore, target_weights(local) if target_weights else None)
-    return mean_over_targets(group_sum(total, text.comm), shift_labels, num_items_in_batch, ignore)
-
-
-def summed_cross_entropy(
-    logits: Tensor, targets: Tensor, ignore: int = IGNORE, weights: Tensor | None = None
-) -> Tensor:
-    """Return the sum of the cross-entropy of logits (..., V) and targets (...), in float32, or float64 for float64.
-
-    The terms are computed in float32 for every dtype, as transformers does. With `weights` (...), each is multiplied by
-    the weight of its target.
-    """
-    logits, targets, dtype = logits.float().flatten(0, -2), targets.flatten(), logits.dtype
-    if dtype is not torch.float64 and weights is None:
-        return F.cross_entropy(logits, targets, ignore_index=ignore, reduction="sum")
-    terms = F.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
-    terms = terms if weights is None else terms * weights.flatten().to(terms)
-    return (terms.to(dtype) if dtype is torch.float64 else terms).sum()
-
-
-def mean_over_targets(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, ignore: int) -> Tensor:
-    """Return a sum of losses divided by `num_items_in_batch`, or by the number of `targets` other than `ignore`."""
-    count = (targets != ignore).sum() if num_items_in_batch is None else num_items_in_batch
-    # A number on the CPU divides a tensor on any device, and the host does not wait for a copy of it.
-    moves = isinstance(count, Tensor) and (count.dim() > 0 or count.device.type != "cpu")
-    return total / (count.to(total.device) if isinstance(count, Tensor) and moves else count)
-
-
-def require_tokens(targets: Tensor, vocabulary: int, ignore: int) -> None:
-    """Raise ShapeError unless the targets, on the CPU, are `ignore` or tokens, ``0 <= target < vocabulary``.
-
-    All ranks have all targets, so all raise. The cross-entropy of the rank that has the token would raise on it alone.
-    """
-    wrong = targets[(targets != ignore) & ((targets < 0) | (targets >= vocabulary))]
-    if wrong.numel():
-        raise ShapeError(
-            f"labels: {int(wrong[0])} is not a token of this model, whose tokens are 0 to {vocabulary - 1}; pass "
-            f"{ignore} for tokens without a target"
-        )

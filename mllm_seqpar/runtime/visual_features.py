@@ -12,10 +12,7 @@ example) are at least as large as y, and only one chunk of them is alive at a ti
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
-import math
-import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,9 +24,10 @@ from torch import Tensor, nn
 from mllm_seqpar._compat import dropout_class
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.checkpointing import AutocastState, ParameterCheck, trained_parameters
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
+from mllm_seqpar.recomputation import AutocastState, ParameterCheck, trained_parameters
+from mllm_seqpar.sharding import FrameSizes, Spans
 
 from .projections import KVProjection, ProjectFunction, Projection, autograd_grads
 
@@ -38,8 +36,6 @@ CHUNK_BYTES = 64 << 20
 
 CUDA_CHUNK_BYTES = 512 << 20
 """The same on a GPU, whose matrix multiplications are efficient for more rows, and which has fewer launches then."""
-
-_SAMPLED = 4096
 
 _DROPOUT = dropout_class()
 
@@ -79,6 +75,10 @@ class VisualFeatures:
         """Features of no frames, on the device that computes."""
         return replace(self, features=self.features[:0], index=self.index[:0])
 
+    def frames_by_rank(self, sizes: FrameSizes, ranks: int) -> Sequence[Spans]:
+        """Return the frames of every rank, given the size of each."""
+        return sizes.spans(ranks, self.layout)
+
     @functools.cached_property
     def without_features(self) -> Self:
         """This object with features of no tokens, for the graph to hold."""
@@ -116,46 +116,7 @@ def frame_chunks(features: Tensor) -> list[slice]:
     return [slice(start, min(start + step, frames)) for start in range(0, frames, step)]
 
 
-def sampling_step(x: Tensor, count: int) -> int:
-    """Return the distance of about `count` values that are spread over x, and over all rows and columns of its last two
-    dims: the left column of two videos may be the same black border."""
-    step, plane = max(1, x.numel() // count), math.prod(x.shape[-2:])
-    while math.gcd(step, plane) > 1:
-        step += 1
-    return step
-
-
 _WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
-
-
-def sampled_bits(x: Tensor, count: int = _SAMPLED) -> Tensor:
-    """Return the bits of about `count` values that are spread over x; those of two videos differ."""
-    x, step = x.detach(), sampling_step(x, count)
-    if x.is_contiguous():
-        return x.view(-1)[::step].float().view(torch.int32)
-    # Flattening frames of another memory format (channels last) would copy the whole video.
-    places = torch.arange(0, x.numel(), step, device=x.device)
-    return x[torch.unravel_index(places, x.shape)].float().view(torch.int32)
-
-
-def checksum(*tensors: Tensor | None) -> int:
-    """Return the CRC-32 of the bytes of tensors on the CPU, one after the other; 0 without any."""
-    number = 0
-    for x in tensors:
-        if x is not None and x.numel():
-            x = x.detach().contiguous()
-            # Not `x.numpy()`, after which the storage cannot be resized: FSDP2 frees gathered parameters in this way.
-            data = (ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())
-            number = zlib.crc32(data, number)
-    return number
-
-
-def fingerprint_of(frames: Tensor, sample: Tensor | None = None) -> tuple[int, ...]:
-    """Return the shape of frames and a checksum of their `sampled_bits`, to recognise frames that were passed before.
-
-    `sample` is a copy of the `sampled_bits` on the CPU, if there is one.
-    """
-    return (*frames.shape, checksum(sampled_bits(frames).cpu() if sample is None else sample))
 
 
 def _projected(project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

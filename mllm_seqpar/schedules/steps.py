@@ -31,6 +31,7 @@ class Transfer:
         send_rows: set for a call: the rows of the input shard to send (a slice or an index tensor); None: all.
         recv_rows: set for a call: the rows of this rank's shard that received results belong to; None: all.
         recv_length: set for a call: the number of rows or keys received.
+        dtype: set for a call: the dtype in which results are sent.
     """
 
     kind: TransferKind
@@ -42,6 +43,7 @@ class Transfer:
     send_rows: Any = None
     recv_rows: Any = None
     recv_length: int = 0
+    dtype: Any = None
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from mllm_seqpar.errors import SeqParError
-from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer, Sampling
+from mllm_seqpar.inference.job import Job
 from mllm_seqpar.videos.frame_choice import FrameChoice
 
 from .media import Expiry, MediaStore, Previews

@@ -23,11 +23,11 @@ from mllm_seqpar.cli.progress import FramesBar, note, quiet_transformers, say
 from mllm_seqpar.errors import ConfigError, SeqParError
 from mllm_seqpar.inference.arguments import SEED, ServingOptions
 from mllm_seqpar.inference.encoding import Interrupted
-from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.evidence import MOMENTS
+from mllm_seqpar.inference.job import Job, JobError
 from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 
-from .jobs import JobError, Worker, joined_worker
+from .jobs import Worker, joined_worker
 from .line_editing import edit_lines, terminal_restorer
 
 SIGNAL_POLL = 0.2

@@ -18,10 +18,10 @@ from starlette.requests import ClientDisconnect
 
 from mllm_seqpar.errors import NonFiniteLogitsError
 from mllm_seqpar.inference.conversation import LengthError
-from mllm_seqpar.inference.engine import Job
 from mllm_seqpar.inference.generation import Answer
+from mllm_seqpar.inference.job import Job, JobError, Outcome
 
-from .jobs import JobError, Outcome, Worker
+from .jobs import Worker
 from .middleware import CLIENT_GONE, RequestRecord
 from .protocol import ApiError
 

@@ -309,17 +309,17 @@ def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text())  # JSON is YAML
+        options = yaml.safe_load(Path(path).read_text())  # JSON is YAML
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {path}: expected options as 'name: value', found {type(found).__name__}")
-    unknown = [str(name) for name in found if f"--{name}" not in known or name in ("config", "help", "help_all")]
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config {path}: expected options as 'name: value', found {type(options).__name__}")
+    unknown = [str(name) for name in options if f"--{name}" not in known or name in ("config", "help", "help_all")]
     if unknown:
         listed = ", ".join(name + suggestion(name, known).replace("--", "") for name in unknown)
         raise ConfigError(f"--config {path}: unknown options {listed}; --help lists the options")
     argv = []
-    for name, value in found.items():
+    for name, value in options.items():
         if value is not None and value != []:
             value = json.dumps(value) if isinstance(value, dict) else value
             argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
@@ -333,27 +333,28 @@ def make_options(values: Mapping[str, Any]) -> FineTuneOptions:
         ConfigError: a value is not allowed, or would have no effect.
     """
 
-    def given_to(kind: type[Kind]) -> Kind:
+    def options_of_kind(kind: type[Kind]) -> Kind:
         return kind(**{item.name: values[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
-    run, frames, parallel = given_to(ModelAndData), given_to(StoredFrameOptions), given_to(SequenceParallel)
+    run, frames = options_of_kind(ModelAndData), options_of_kind(StoredFrameOptions)
+    parallel = options_of_kind(SequenceParallel)
     seqpar = replace(parallel.config(), logits="none")  # only the loss is used
     _check_training(values, run)
     if seqpar.recompute_attention and not (values["gradient_checkpointing"] or values.get("activation_checkpointing")):
         raise ConfigError("--recompute_attention would have no effect: give --gradient_checkpointing too")
-    given = {item.name: values[item.name] for item in fields(FineTuningArguments) if item.init}
+    arguments = {item.name: values[item.name] for item in fields(FineTuningArguments) if item.init}
     for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):  # transformers is renaming them
         new = name.replace("gradient", "activation")
-        if new in given and given[new] is None:
-            given[new], given[name] = given[name] or None, None
+        if new in arguments and arguments[new] is None:
+            arguments[new], arguments[name] = arguments[name] or None, None
     try:
-        training = FineTuningArguments(**given)
+        training = FineTuningArguments(**arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         fault = library_fault(error) or str(error)
         raise ConfigError(f"options of TrainingArguments: {' '.join(fault.split())}") from error
     checkpointing = training.gradient_checkpointing_kwargs or getattr(training, "activation_checkpointing_kwargs", None)
-    known = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
-    if unknown := sorted(set(checkpointing or {}) - known):
+    parameters = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
+    if unknown := sorted(set(checkpointing or {}) - parameters):
         raise ConfigError(
             f"--gradient_checkpointing_kwargs: {unknown[0]} is unknown; torch.utils.checkpoint.checkpoint takes "
             "use_reentrant, determinism_check, debug, early_stop and preserve_rng_state"

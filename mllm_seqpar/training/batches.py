@@ -257,14 +257,14 @@ class BatchReader:
         same replacements.
         """
         total = len(self._dataset)
-        tried = min(total, MOST_REPLACEMENTS + 1)
+        candidates = min(total, MOST_REPLACEMENTS + 1)
         # Near the golden ratio, and without a common divisor, so that each sample is a candidate once.
         step = next(step for step in count(max(1, round(0.618 * total))) if math.gcd(step, total) == 1)
-        for number in range(tried):
-            if (found := (sample + number * step) % total) not in self.skipped:
-                return found
+        for number in range(candidates):
+            if (candidate := (sample + number * step) % total) not in self.skipped:
+                return candidate
         raise DataError(
-            f"{tried} samples in a row cannot be read, so the media are probably in another place; "
+            f"{candidates} samples in a row cannot be read, so the media are probably in another place; "
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 
@@ -280,7 +280,8 @@ class BatchReader:
         """Decode this rank's frames of an open micro-batch; unless `decode`, only if their features are not stored."""
         with self._naming(batch.samples):
             rows = None if self._features is None else self._features.rows(batch.chat, batch.shard, read=not decode)
-            arguments = self._arguments(batch.chat, batch.shard, decode=rows is None or rows.states is None)
+            stored = None if rows is None or rows.states is None else len(rows)
+            arguments = self._arguments(batch.chat, batch.shard, stored)
             batch.arguments = arguments if rows is None else arguments | {ARGUMENT: rows}
         batch.loaded.set_result(None)
 
@@ -295,18 +296,19 @@ class BatchReader:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
 
-    def _arguments(self, batch: ChatBatch, shard: FrameShard, decode: bool) -> dict[str, Any]:
+    def _arguments(self, batch: ChatBatch, shard: FrameShard, stored: int | None) -> dict[str, Any]:
         """Return the arguments of the model's forward, with the frames of `shard`, and labels.
 
-        Without `decode`, blank images that take the memory of one stand for the frames.
+        If `stored` rows of the tower are read, as many rows that take the memory of one stand for the frames.
         """
         chat_format = self._chat_format
         arguments: dict[str, Any] = chat_format.arguments(batch.text) | {"use_cache": False}
         if shard.total:
-            if decode:
+            if stored is None:
                 pixels = load_local_images(batch, shard.ranges, chat_format)
             else:
-                pixels = tuple(x.expand(len(shard), *x.shape[1:]) for x in chat_format.blank())
+                blank = chat_format.joined([chat_format.blank()])
+                pixels = tuple(x[:1].expand(stored, *x.shape[1:]) for x in blank)
             arguments |= dict(zip(chat_format.frame_names, pixels, strict=True))
             if self._group.size > 1 or chat_format.always_sharded:
                 arguments["visual_shard"] = shard

@@ -148,12 +148,12 @@ class RunLayout:
         if not path.is_file():
             return
         with _reading(path):
-            found: dict[str, Any] = json.loads(path.read_text())
-            if "samples" not in found:  # of version 0.2, whose digests of data cannot be compared
-                groups = found["processes"] // found["sequence_parallel_size"]
-                samples = groups * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
-                found = {"samples": samples, "fsdp": found["fsdp"]}
-            then = RunLayout(**found)
+            layout: dict[str, Any] = json.loads(path.read_text())
+            if "samples" not in layout:  # of version 0.2, whose digests of data cannot be compared
+                groups = layout["processes"] // layout["sequence_parallel_size"]
+                samples = groups * layout["per_device_train_batch_size"] * layout["gradient_accumulation_steps"]
+                layout = {"samples": samples, "fsdp": layout["fsdp"]}
+            then = RunLayout(**layout)
         if then.samples != self.samples:
             raise ConfigError(
                 f"resume_from_checkpoint: {checkpoint} was written by a run with {then.samples} samples per step, but "
@@ -166,7 +166,7 @@ class RunLayout:
                 "another --seed (--data_seed); use the same, or start a new run from exported weights"
             )
         if then.fsdp is not self.fsdp:
-            written, running = ("with FSDP" if layout.fsdp else "without FSDP" for layout in (then, self))
+            written, running = ("with FSDP" if x.fsdp else "without FSDP" for x in (then, self))
             raise ConfigError(
                 f"resume_from_checkpoint: {checkpoint} was written {written}, but this run is {running}, and the two "
                 f"formats differ; launch it {written}, which works on any number of processes from two on, or start a "
@@ -202,8 +202,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 def last_checkpoint(output: str | Path) -> Path | None:
     """Return the last complete checkpoint in `output`, or None."""
-    found = {path.parent: _NAME.fullmatch(path.parent.name) for path in Path(output).glob(f"checkpoint-*/{FILE}")}
-    steps = {path: int(name[1]) for path, name in found.items() if name}  # a directory that was renamed has no number
+    complete = [path.parent for path in Path(output).glob(f"checkpoint-*/{FILE}")]
+    # A directory that was renamed has no number.
+    steps = {path: int(name[1]) for path in complete if (name := _NAME.fullmatch(path.name))}
     return max(steps, key=lambda path: steps[path], default=None)
 
 
@@ -246,12 +247,11 @@ def require_shared_directory(comm: Communicator, output: Path) -> None:
                 raise ConfigError(f"--output_dir {output}: cannot be written to: {error}") from error
 
     agree(comm, "output", touch)
-    seen = [row[0] for row in comm.gather_ints([(output / name).exists()])]
+    rows = comm.gather_ints([(output / name).exists()])
     if comm.rank == 0:
         (output / name).unlink()
-    if not all(seen):
+    if without := [str(rank) for rank, (exists,) in enumerate(rows) if not exists]:
         raise ConfigError(
-            f"--output_dir {output}: ranks {', '.join(str(rank) for rank, found in enumerate(seen) if not found)} do "
-            "not find the files of rank 0 there, but a checkpoint has files of all ranks; give a directory on a file "
-            "system that all nodes share"
+            f"--output_dir {output}: ranks {', '.join(without)} do not find the files of rank 0 there, but a "
+            "checkpoint has files of all ranks; give a directory on a file system that all nodes share"
         )

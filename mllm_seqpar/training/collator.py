@@ -108,16 +108,16 @@ class SeqParDataCollator:
             labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
         arguments = self._chat_format.arguments(text) | self._pixels(batch)
         arguments.pop("labels")
-        named = {_NAMES.get(name, name): value for name, value in arguments.items()}
-        return named | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
+        renamed = {_NAMES.get(name, name): value for name, value in arguments.items()}
+        return renamed | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
 
     def _without_prompts(self, labels: Tensor, prompts: list[Chat], samples: Sequence[ChatSample]) -> Tensor:
         """Return the labels without the answers in the prompts, whose targets are the first of each row."""
-        shown = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
+        sources = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
         messages = [prompt.to_json() for prompt in prompts]
-        asked = self._chat_format.text(messages, shown, labels=True, padding_side="right").labels
-        assert asked is not None
-        earlier = (asked != -100).sum(1, keepdim=True)
+        answers = self._chat_format.text(messages, sources, labels=True, padding_side="right").labels
+        assert answers is not None
+        earlier = (answers != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
 
     def _pixels(self, batch: ChatBatch) -> dict[str, Tensor]:
@@ -129,11 +129,11 @@ class SeqParDataCollator:
         return {name: x for name, x in zip(self._chat_format.frame_names, pixels, strict=True) if len(x)}
 
     def _source(self, medium: Clip) -> FrameSource:
-        shown = medium.source
-        if shown is None:
+        source = medium.source
+        if source is None:
             raise DataError(f"a part of type {medium.kind} has no {medium.kind}, and no column of the example has one")
-        if medium.kind == "video" and not _is_file(shown):
-            medium = replace(medium, source=tuple(frame_list(shown)))
+        if medium.kind == "video" and not _is_file(source):
+            medium = replace(medium, source=tuple(frame_list(source)))
         numbers = count()
         try:
             return medium.open(
@@ -143,8 +143,8 @@ class SeqParDataCollator:
             raise DataError(f"a part of type video: {error}") from error
 
 
-def _is_file(shown: Any) -> bool:
-    return isinstance(shown, (str, os.PathLike))
+def _is_file(source: Any) -> bool:
+    return isinstance(source, (str, os.PathLike))
 
 
 def _file_or_tensor(image: Any, number: int) -> Any:
@@ -152,10 +152,10 @@ def _file_or_tensor(image: Any, number: int) -> Any:
     if _is_file(image):
         return image
     # Tables return arrays as nested lists.
-    found = to_tensor(torch.tensor(image, dtype=torch.uint8) if isinstance(image, list) else image, number)
-    if found.dtype != torch.uint8:
-        raise DataError(f"an image is {found.dtype}; pass PIL images, or arrays of uint8 from 0 to 255")
-    return found
+    tensor = to_tensor(torch.tensor(image, dtype=torch.uint8) if isinstance(image, list) else image, number)
+    if tensor.dtype != torch.uint8:
+        raise DataError(f"an image is {tensor.dtype}; pass PIL images, or arrays of uint8 from 0 to 255")
+    return tensor
 
 
 def _chat(number: int, example: Example, key: str) -> Chat:

@@ -22,8 +22,8 @@ _OTHER = {"num_processes": "int", "config": "str"}
 
 def check_command_line(argv: Sequence[str]) -> None:
     """Raise ConfigError if `argv` has an unknown or repeated option, or a text where an option takes a number."""
-    found = find_spec("transformers")
-    theirs = None if found is None or found.origin is None else Path(found.origin).with_name("training_args.py")
+    spec = find_spec("transformers")
+    theirs = None if spec is None or spec.origin is None else Path(spec.origin).with_name("training_args.py")
     if theirs is None or not theirs.is_file() or not {"-h", "--help", "--help_all", "--help-all"}.isdisjoint(argv):
         return
     parser = options.Parser(add_help=False)

@@ -167,11 +167,11 @@ def model_card(options: FineTuneOptions, log: Sequence[Mapping[str, Any]], sampl
         tags=["lora", "mllm-seqpar"] if run.use_peft else ["mllm-seqpar"],
     )
     results = {"last training loss": "loss", "last evaluation loss": "eval_loss"}
-    found = {text: [row[name] for row in log if name in row] for text, name in results.items()}
-    losses = [f"- {text}: {values[-1]:.4g}" for text, values in found.items() if values]
-    given = {**vars(options.training), **vars(run), **vars(options.frames), **vars(options.parallel)}
+    logged = {text: [row[name] for row in log if name in row] for text, name in results.items()}
+    losses = [f"- {text}: {series[-1]:.4g}" for text, series in logged.items() if series]
+    values = {**vars(options.training), **vars(run), **vars(options.frames), **vars(options.parallel)}
     names = [name for name in _CARD_OPTIONS if run.use_peft or not name.startswith("lora_")]
-    rows = [f"| `--{name}` | {_text(given[name])} |" for name in names if given[name] not in (None, [], False)]
+    rows = [f"| `--{name}` | {_text(values[name])} |" for name in names if values[name] not in (None, [], False)]
     packages = ["torch", "transformers", "accelerate", *(["peft"] if run.use_peft else [])]
     versions = [f"- mllm-seqpar {__version__}", *(f"- {name} {version(name)}" for name in packages)]
     newline = "\n"

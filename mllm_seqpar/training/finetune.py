@@ -27,7 +27,7 @@ from mllm_seqpar.cli.outputs import require_writable_directory
 from mllm_seqpar.cli.program_exit import library_errors
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
-from mllm_seqpar.comm.backends import order_launches
+from mllm_seqpar.comm.nccl_settings import order_launches
 from mllm_seqpar.errors import ConfigError, NonFiniteLogitsError, writing
 from mllm_seqpar.integrations.accelerate import reshard, send_buffers, shard_weights_by_fsdp2
 from mllm_seqpar.models.digests import model_digest, model_fingerprint
@@ -139,9 +139,10 @@ def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[F
     cpu = _start_processes(values or {})
     comm = as_communicator()
     settings = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCH_SETTINGS)}
-    agree(comm, "arguments", lambda: (values or {}) | settings, dict, error=problem)
-    assert values is not None  # otherwise all ranks have raised
-    options = agree(comm, "arguments", lambda: _options(values, cpu))
+    # Ranks with other options would build other models, and wait for each other in different collectives.
+    options = agree(
+        comm, "arguments", lambda: _options(values or {}, cpu), lambda _: (values or {}) | settings, error=problem
+    )
     output = Path(options.training.output_dir)
     data, checkpoint, _ = agree(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
     require_shared_directory(comm, output)

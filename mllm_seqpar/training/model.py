@@ -116,14 +116,14 @@ def _matched(model: nn.Module, names: list[str], selection: Sequence[str], parts
     matched: set[str] = set()
     for item in (part.strip() for entry in selection for part in entry.split(",")):
         paths = parts.get(item, (item,))  # of modules, or of single parameters
-        found = {name for name in names if name in paths or name.startswith(tuple(path + "." for path in paths))}
-        found |= {name for name in names if fnmatchcase(name, item)}
-        if not found:
+        of_item = {name for name in names if name in paths or name.startswith(tuple(path + "." for path in paths))}
+        of_item |= {name for name in names if fnmatchcase(name, item)}
+        if not of_item:
             children = ", ".join(name for name, _ in model.named_children())
             choices = ", ".join([*parts, f"a module path (below {children})"])
             raise ConfigError(
                 f"{flag} {item!r}: no parameter of {type(model).__name__} matches; give {choices} or a pattern such as "
                 "'*.gate'"
             )
-        matched |= found
+        matched |= of_item
     return matched

@@ -10,7 +10,7 @@ In a pass, either all ranks compute or all ranks read, because FSDP gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,12 +54,17 @@ class TowerRows:
     """The frames of this rank in one pass.
 
     Attributes:
-        segments: (key of the source, first frame, last frame + 1), in the order of the pass.
-        states: their stored outputs, (frames, ...); None if the tower computes them.
+        segments: (key of the source, first row, last row + 1), in the order of the pass; a frame has one row, or as
+            many as `ChatFamily.tower_rows` says.
+        states: their stored outputs, (rows, ...); None if the tower computes them.
     """
 
     segments: tuple[tuple[str, int, int], ...]
     states: Tensor | None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return sum(stop - start for _, start, stop in self.segments)
 
 
 class StoredTower:
@@ -71,15 +76,17 @@ class StoredTower:
     """
 
     def __init__(self, store: TowerStore, chat_format: ChatFamily, model: nn.Module) -> None:
-        if chat_format.ragged:
+        if not chat_format.stores_tower:
             raise ConfigError(
                 f"--features: outputs of the vision tower of {chat_format.model_class} cannot be stored: its images "
                 "have different numbers of patches; leave it out"
             )
         self.store, self._chat_format = store, chat_format
         path, self._method = chat_format.tower
-        self._tower = find_adapter(model)[1].get_submodule(path)
-        _require_fixed(self._tower)
+        inner = find_adapter(model)[1]
+        self._tower = inner.get_submodule(path)
+        behind = chat_format.family(inner, None).parts.get("projector", ())
+        _require_fixed(self._tower, [name.removeprefix(f"{path}.") for name in behind])
 
     def rows(self, batch: ChatBatch, shard: FrameShard, read: bool) -> TowerRows:
         """Return this rank's frames of a batch; with `read`, also their outputs if all of them are stored."""
@@ -88,11 +95,12 @@ class StoredTower:
         segments: list[tuple[str, int, int]] = []
         for slot in chain(*shard.ranges):
             source, number = places[slots[slot]] if slots[slot] >= 0 else (None, 0)
-            key = _BLANK if source is None else source_key(source)
-            if segments and source is not None and segments[-1][0] == key and segments[-1][2] == number:
-                segments[-1] = (key, segments[-1][1], number + 1)
+            key, rows = (_BLANK, 1) if source is None else (source_key(source), self._chat_format.tower_rows(source))
+            start, stop = number * rows, (number + 1) * rows
+            if segments and source is not None and segments[-1][0] == key and segments[-1][2] == start:
+                segments[-1] = (key, segments[-1][1], stop)
             else:
-                segments.append((key, number, number + 1))
+                segments.append((key, start, stop))
         states = None
         if read and self.store.shape is not None and all(self.store.has(*segment) for segment in segments):
             parts = [self.store.read(*segment) for segment in segments]
@@ -102,20 +110,20 @@ class StoredTower:
     @contextmanager
     def running(self, rows: TowerRows) -> Iterator[None]:
         """Return a context in which the tower returns the outputs of `rows`, or stores what it computes."""
-        compute, states, found, done = getattr(self._tower, self._method), rows.states, [], 0
+        compute, states, done = getattr(self._tower, self._method), rows.states, 0
         replaced = vars(self._tower).get(self._method)  # by the autocast of accelerate, or by FSDP
-        order: list[int] = []
+        outputs, order = list[Tensor](), list[int]()
 
         def returned(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
             pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
             if states is None:
                 output = compute(*args, **kwargs)
-                computed = self._chat_format.tower_states(output).detach()
+                new = self._chat_format.tower_states(output).detach()
                 # Dropout after the tower fills its masks in the order of memory, so the order is stored too.
-                strides = computed.stride()
-                order[:] = sorted(range(computed.dim()), key=lambda dim: -strides[dim])
-                found.append(computed.cpu())
+                strides = new.stride()
+                order[:] = sorted(range(new.dim()), key=lambda dim: -strides[dim])
+                outputs.append(new.cpu())
                 return output
             count = self._chat_format.tower_frames(pixels)
             part = states[done : done + count]
@@ -136,20 +144,20 @@ class StoredTower:
                 delattr(self._tower, self._method)
             else:
                 setattr(self._tower, self._method, replaced)
-        if found:
-            self._save(rows, torch.cat(found), order)
-
-    def _save(self, rows: TowerRows, states: Tensor, order: list[int]) -> None:
-        self.store.create(tuple(states.shape[1:]), states.dtype, order)
-        first = 0
+        if not outputs:
+            return
+        computed, first = torch.cat(outputs), 0
+        self.store.create(tuple(computed.shape[1:]), computed.dtype, order)
         for key, start, stop in rows.segments:
             if not self.store.has(key, start, stop):
-                self.store.write(key, start, states[first : first + stop - start])
+                self.store.write(key, start, computed[first : first + stop - start])
             first += stop - start
 
 
-def _require_fixed(tower: nn.Module) -> None:
-    trained = [name for name, parameter in tower.named_parameters() if parameter.requires_grad]
+def _require_fixed(tower: nn.Module, behind: Sequence[str]) -> None:
+    """Raise ConfigError if something in the tower is trained or random, except for the modules `behind` it."""
+    parameters = ((name, x) for name, x in tower.named_parameters() if not name.startswith(tuple(behind)))
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
     if trained:
         raise ConfigError(
             f"--features stores what the vision tower returns, but {len(trained)} of its tensors are trained, such as "

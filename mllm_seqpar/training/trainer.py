@@ -49,7 +49,7 @@ from mllm_seqpar.integrations.accelerate import (
     set_parallelism_on_cpu,
     without_launched_parallelism,
 )
-from mllm_seqpar.integrations.transformers.outputs import custom_loss
+from mllm_seqpar.integrations.transformers.checks import custom_loss
 from mllm_seqpar.models.loading import context_length, load_clean, tensor_names
 from mllm_seqpar.patching import patch_model, patch_of
 from mllm_seqpar.patching.changes import Patch
@@ -252,12 +252,14 @@ class SeqParMixin(_Base):
             resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir)) or True  # `Trainer` raises
         if not isinstance(resume_from_checkpoint, bool | None):
             checkpoint = Path(resume_from_checkpoint)
-            agree(as_communicator(), "resume_from_checkpoint", lambda: self._require_resumable(checkpoint))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _require_resumable(self, checkpoint: Path) -> None:
-        checkpoint_step(checkpoint)
-        self._layout().require_resumable(checkpoint)
+            def check() -> None:
+                checkpoint_step(checkpoint)
+                self._layout().require_resumable(checkpoint)
+
+            # A rank may find another directory, or a damaged file, and the others would wait for it in the first step.
+            agree(as_communicator(), "resume_from_checkpoint", check)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_renamed(Path(resume_from_checkpoint)):

@@ -62,8 +62,8 @@ def refuse_unsupported(args: TrainingArguments, degree: int) -> None:
             "it; set per_device_train_batch_size",
         ),
     ]
-    for found, message in refused:
-        if found:
+    for applies, message in refused:
+        if applies:
             raise ConfigError(f"SeqParTrainer: {message}")
 
 
@@ -85,37 +85,41 @@ def find_parallelism(args: TrainingArguments, requested: int | None, patched: in
             f"{args.device}, so each process would train alone. To train on CPUs, pass use_cpu=True "
             "(--use_cpu); else find out why torch finds no GPU"
         )
-    given = args.parallelism_config
-    if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        given = ParallelismConfig()
-    if given is not None and given.total_size == 1:
-        given = None
-    if given is not None and given.cp_size == 1 and requested is not None and requested > 1:
-        if given.dp_shard_size % requested:
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        config = ParallelismConfig()
+    if config is not None and config.total_size == 1:
+        config = None
+    if config is not None and config.cp_size == 1 and requested is not None and requested > 1:
+        if config.dp_shard_size % requested:
             raise ConfigError(
                 f"SeqParTrainer: {requested} ranks per sample, but accelerate's parallelism config shards one copy of "
-                f"the parameters over dp_shard_size={given.dp_shard_size} ranks, which must be a multiple of them; "
+                f"the parameters over dp_shard_size={config.dp_shard_size} ranks, which must be a multiple of them; "
                 "change one of the two numbers, or leave parallelism_config out"
             )
         # The ranks that share a sample are consecutive in the group of ranks that share the parameters.
-        sizes = {"dp_shard_size": given.dp_shard_size // requested, "cp_size": requested, "tp_size": given.tp_size}
-        copies, given = given.dp_replicate_size, ParallelismConfig(dp_replicate_size=1, **sizes)
+        sizes = {
+            "dp_shard_size": config.dp_shard_size // requested,
+            "cp_size": requested,
+            "tp_size": config.tp_size,
+        }
+        copies, config = config.dp_replicate_size, ParallelismConfig(dp_replicate_size=1, **sizes)
         # accelerate 1.15 refuses copies with dp_shard_size=1, but here parameters are sharded over dp_shard and cp.
-        given.dp_replicate_size = given._sizes["dp_replicate"] = copies
-    degree = _degree(world, given, requested, patched)
+        config.dp_replicate_size = config._sizes["dp_replicate"] = copies
+    degree = _degree(world, config, requested, patched)
     if world == 1:
         return None
-    if given is None:
+    if config is None:
         # Sizes that are not passed would come from the variables of a launch configuration.
         return ParallelismConfig(cp_size=degree, dp_shard_size=world // degree, dp_replicate_size=1, tp_size=1)
-    if given.data_parallel_size * given.cp_size != world:
+    if config.data_parallel_size * config.cp_size != world:
         raise ConfigError(
-            f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={given.dp_replicate_size}, "
-            f"dp_shard_size={given.dp_shard_size}, cp_size={given.cp_size}, tp_size={given.tp_size}, sp_size="
-            f"{given.sp_size}; the product of the first three must be {world}, the number of "
+            f"SeqParTrainer: accelerate's parallelism config has dp_replicate_size={config.dp_replicate_size}, "
+            f"dp_shard_size={config.dp_shard_size}, cp_size={config.cp_size}, tp_size={config.tp_size}, sp_size="
+            f"{config.sp_size}; the product of the first three must be {world}, the number of "
             "processes, and the others must be 1"
         )
-    return given
+    return config
 
 
 def _degree(world: int, parallelism: Any, requested: int | None, patched: int | None) -> int:

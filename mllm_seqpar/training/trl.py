@@ -23,7 +23,8 @@ from transformers.utils import ModelOutput
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching.changes import Patch
-from mllm_seqpar.runtime.text import IGNORE, TextShards, shifted
+from mllm_seqpar.runtime.loss import IGNORE, shifted
+from mllm_seqpar.runtime.text import TextShards
 
 SUPPORTED = ("SFTTrainer", "DPOTrainer")
 
@@ -169,11 +170,11 @@ def _scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     mask = targets != IGNORE
     rows, labels = logits[mask].float(), targets[mask]  # (T, V) and (T,)
     log_p = rows.log_softmax(-1)
-    found = [log_p.gather(-1, labels[:, None])[:, 0]]
+    scores = [log_p.gather(-1, labels[:, None])[:, 0]]
     with torch.no_grad():
-        found.append(-(log_p.exp() * log_p).sum(-1))
-        found.append((2 * log_p).logsumexp(-1))
-        found.append(rows.mean(-1))
-        found.append((rows.argmax(-1) == labels).float())
+        scores.append(-(log_p.exp() * log_p).sum(-1))
+        scores.append((2 * log_p).logsumexp(-1))
+        scores.append(rows.mean(-1))
+        scores.append((rows.argmax(-1) == labels).float())
     # masked_scatter keeps a shard without targets connected to the model, so that all ranks run the same backward.
-    return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
+    return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scores)

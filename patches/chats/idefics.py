@@ -29,7 +29,10 @@ class IdeficsChats(ImageTokenFamily):
     feature_weights = ("model.vision_model.", "model.perceiver_resampler.", "vision_model.", "perceiver_resampler.")
     image_token = _IMAGE
     min_images = 1  # the model requires images, also for text without any
-    appends_media = repeats_media = True
+    repeats_media = True
+
+    def appends_media(self, model: Any) -> bool:
+        return True
 
     def masks(self, ids: Tensor, media: Sequence[Sequence[FrameSource]]) -> dict[str, Tensor]:
         """Return `image_attention_mask` (B, L, images of a sample), bool: a row attends to the last image before it."""

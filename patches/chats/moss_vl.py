@@ -6,6 +6,7 @@ number of visual tokens, without decoding more than the first frame.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,8 @@ from torch import Tensor
 
 from mllm_seqpar.adapting import (
     VIDEO_MARK,
-    ChatFamily,
     ChatText,
     DataError,
-    FeatureFrames,
     FrameShard,
     FrameSource,
     Messages,
@@ -26,15 +25,15 @@ from mllm_seqpar.adapting import (
     media_parts,
     tokenize,
 )
-from mllm_seqpar.patches.moss_vl import FEATURES, GRID, MASK, MEDIA, PIXELS
+from mllm_seqpar.patches.moss_vl import FEATURES, GRID, MASK, MEDIA, PIXELS, MossVLFamily
 
-from .qwen_vl import StillImage, TemporalPatches, size_of
+from .qwen_vl import QwenVLChats, StillImage, TemporalPatches, size_of
 
 IMAGE = "<|image|>"
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
-class MossVLChats(ChatFamily):
+class MossVLChats(QwenVLChats):
     """The chat format of `MossVLProcessor`. A frame has one placeholder; those of videos have their times."""
 
     processors = ("MossVLProcessor",)
@@ -44,10 +43,10 @@ class MossVLChats(ChatFamily):
     )
     frame_names = (PIXELS,)
     feature_weights = ("model.visual.", "model.separator_token")
-    tower = ("model.visual", "forward")
+    tower_weights = MossVLFamily.parts["vision"]
+    tower = ("model.visual", "states")
+    stores_tower = True
     image_token = "<|image_pad|>"
-    always_sharded = False
-    ragged = True
 
     @property
     def _images(self) -> Any:
@@ -57,8 +56,9 @@ class MossVLChats(ChatFamily):
     def _videos(self) -> Any:
         return self.processor.videos
 
-    def still_frames(self, image: FrameSource) -> FrameSource:
-        return StillImage(image)
+    @property
+    def fps_of_pictures(self) -> float:  # type: ignore[override]
+        return float(self._videos.video_fps)
 
     def units(self, source: FrameSource) -> FrameSource:
         """Return the frames, resized as the processor resizes those of a call with this medium alone."""
@@ -92,8 +92,8 @@ class MossVLChats(ChatFamily):
         for messages, sources in zip(conversations, media, strict=True):
             shown = [self._placeholders(source, grids) for _, source in media_of(messages, sources)]
             chat = [dict(message) for message in messages]
-            written = self._write(chat, add_generation_prompt)
-            answers = answer_spans(chat, self._write) if labels else []
+            written = self.marked(chat, add_generation_prompt)
+            answers = answer_spans(chat, self.marked) if labels else []
             ends = [(start, len(written[:stop].rstrip("\n"))) for start, stop in answers]  # without the newline
             found, moved = self.processor.expand(written, shown, ends)
             texts.append(found.text)
@@ -125,22 +125,11 @@ class MossVLChats(ChatFamily):
         grids.append([len(units), *self._images.grid(units.size)])
         if isinstance(source, StillImage):
             return str(self.processor.image_token)
-        text: str = self.processor.video_text([self._seconds(source, index) for index in range(len(source))])
+        text: str = self.processor.video_text(self.seconds(source))
         return text
 
-    def _seconds(self, source: FrameSource, index: int) -> float:
-        found = source.seconds(index)
-        return index / self._videos.video_fps if found is None else found
-
-    def _write(self, messages: Sequence[Any], open_answer: bool) -> str:
-        """Return the text of messages, with a mark for each medium."""
-        shown = [
-            message
-            if isinstance(message["content"], str)
-            else {**message, "content": [_shown(part) for part in message["content"]]}
-            for message in messages
-        ]
-        text: str = self.processor.apply_chat_template(shown, add_generation_prompt=open_answer, tokenize=False)
+    def marked(self, messages: Sequence[Any], open_answer: bool) -> str:
+        text = super().marked(messages, open_answer)
         if (found := text.count(IMAGE) + text.count(VIDEO_MARK)) != (count := len(media_parts(messages))):
             raise DataError(
                 f"the chat template wrote {found} of {IMAGE} and {VIDEO_MARK} for {count} images and videos; use one "
@@ -168,22 +157,33 @@ class MossVLChats(ChatFamily):
         found: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
         return found.reshape(len(given), -1, found.shape[-1])
 
+    def tower_rows(self, source: FrameSource) -> int:
+        """Return the number of patches of a frame."""
+        assert isinstance(source, TemporalPatches)
+        return math.prod(self._images.grid(source.size))
+
+    def tower_states(self, output: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(output), 1)
+
+    def tower_output(self, states: Tensor) -> Sequence[Tensor]:
+        return states.unbind(1)
+
+    def appends_media(self, model: Any) -> bool:
+        return True
+
+    def arguments_of_media(
+        self, arguments: Mapping[str, Tensor], past_length: int, first: int, stop: int
+    ) -> Mapping[str, Tensor]:
+        if GRID not in arguments:
+            return arguments
+        grids, frames = arguments[GRID], arguments[GRID][:, 0]
+        before, own = int(frames[:first].sum()), int(frames[first:stop].sum())
+        visible = (arguments[MASK][:, past_length:] - before).clamp(0, own)
+        return {**arguments, GRID: grids[first:stop], MEDIA: torch.tensor([stop - first]), MASK: visible}
+
     def generation(self, model: Any) -> dict[str, Any]:
         vocabulary = self.tokenizer.get_vocab()
         return {"eos_token_id": [vocabulary[mark] for mark in _ENDS if mark in vocabulary]}
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {FEATURES: features.flatten(0, -2), "visual_shard": shard}
-
-    def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
-        """Return the size and the times of the frames, which determine the placeholders of a prompt."""
-        seconds = [self._seconds(source, index) for index in range(len(source))]
-        return {"frame_size": list(size_of(source)), "frame_seconds": seconds}
-
-    def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
-        height, width = metadata["frame_size"]
-        return FeatureFrames(count, (height, width), metadata["frame_seconds"])
-
-
-def _shown(part: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}

@@ -73,7 +73,9 @@ class MPlugOwl3Chats(ChatFamily):
     feature_weights = ("vision_model.", "vision2text_model.")
     tower = ("vision_model", "penultimate")
     always_sharded = False
-    appends_media = True
+
+    def appends_media(self, model: Any) -> bool:
+        return True
 
     def text(
         self,

@@ -14,6 +14,7 @@ from mllm_seqpar.adapting import (
     ImageTokenFamily,
     to_pil_images,
 )
+from mllm_seqpar.patches.open_flamingo import Media, cross_attentions
 
 _IMAGE, _END_OF_CHUNK = "<image>", "<|endofchunk|>"
 
@@ -29,6 +30,11 @@ class OpenFlamingoChats(ImageTokenFamily):
     tower = ("vision_encoder", "forward")
     image_token = _IMAGE
     min_images = 1
+    repeats_media = True
+
+    def appends_media(self, model: Any) -> bool:
+        """Return whether a token attends to the last medium only; otherwise those before the first attend to all."""
+        return all(attention.only_attend_immediate_media for _, attention in cross_attentions(model.lang_encoder))
 
     def needs_special_tokens(self, texts: Sequence[str]) -> bool:
         """Return True: the published models were trained with the special tokens that their tokenizers add."""
@@ -54,7 +60,7 @@ class OpenFlamingoChats(ImageTokenFamily):
         return None, states
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
-        return {"vision_x": features, "visual_shard": shard}
+        return {"vision_x": Media.of(features, shard, 1)}
 
     def generation(self, model: Any) -> dict[str, Any]:
         """Generate no image tokens. The model itself ends an answer at the end of the chunk."""

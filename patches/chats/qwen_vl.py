@@ -36,8 +36,6 @@ from mllm_seqpar.adapting import (
 from mllm_seqpar.patches.qwen_vl import FEATURES, GRIDS, PIXELS
 
 _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
-FPS_OF_PICTURES = 2.0
-"""Frames per second of a list of images that is a video, the processors' own default for sampling."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,10 @@ class TemporalPatches(FrameSource):
     def __len__(self) -> int:
         return -(-len(self.source) // self.frames)
 
+    def key(self) -> str:
+        height, width = self.size
+        return f"{self.source.key()} as {height} x {width} x {self.frames}"
+
     def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield the patches start <= i < stop, resized; at most `batch` frames are decoded at once."""
         last = min(stop * self.frames, len(self.source))
@@ -99,6 +101,8 @@ class QwenVLChats(ChatFamily):
     Attributes:
         budget_of_video: whether the limits of pixels of the video processor are those of all frames together.
         passes_times: whether the model's positions take the seconds of a temporal patch of each video.
+        fps_of_pictures: frames per second of a list of images that is a video; by default the one that the processors
+            sample with.
     """
 
     frame_names = PIXELS
@@ -107,8 +111,10 @@ class QwenVLChats(ChatFamily):
     tower = ("model.visual", "forward")
     always_sharded = False
     ragged = True
+    stores_tower = False
     budget_of_video = False
     passes_times = False
+    fps_of_pictures = 2.0
 
     def still_frames(self, image: FrameSource) -> FrameSource:
         return StillImage(image)
@@ -197,23 +203,32 @@ class QwenVLChats(ChatFamily):
         grids[GRIDS[0] if image else GRIDS[1]].append(grid)
         if image:
             return self.processor.replace_image_token({GRIDS[0]: torch.tensor([grid])}, 0), ""
-        seconds = [_seconds(source, index) for index in range(len(source))]
-        spacing = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 1 / FPS_OF_PICTURES
+        seconds = self.seconds(source)
+        spacing = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 1 / self.fps_of_pictures
         times.append(self._videos.temporal_patch_size * spacing)
         metadata = VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds)
         given = {GRIDS[1]: torch.tensor([grid]), "video_metadata": [metadata]}
         return "", self.processor.replace_video_token(given, 0)
 
-    def _write(self, images: list[str], videos: list[str], messages: Sequence[Any], open_answer: bool) -> str:
-        """Return the text of messages, with the placeholders of their media, which are the first of all."""
-        count = len(media_parts(messages))
+    def seconds(self, source: FrameSource) -> list[float]:
+        """Return the times of the frames."""
+        times = (source.seconds(index) for index in range(len(source)))
+        return [index / self.fps_of_pictures if found is None else found for index, found in enumerate(times)]
+
+    def marked(self, messages: Sequence[Any], open_answer: bool) -> str:
+        """Return the text of messages, with the mark of the chat template for each medium."""
         shown = [
             message
             if isinstance(message["content"], str)
             else {**message, "content": [_shown(part) for part in message["content"]]}
             for message in messages
         ]
-        text = self.processor.apply_chat_template(shown, add_generation_prompt=open_answer, tokenize=False)
+        text: str = self.processor.apply_chat_template(shown, add_generation_prompt=open_answer, tokenize=False)
+        return text
+
+    def _write(self, images: list[str], videos: list[str], messages: Sequence[Any], open_answer: bool) -> str:
+        """Return the text of messages, with the placeholders of their media, which are the first of all."""
+        count, text = len(media_parts(messages)), self.marked(messages, open_answer)
         image, video = (list(filter(None, given[:count])) for given in (images, videos))
         (written,), _ = self.processor.get_text_with_replacements([text], image, video)
         return written
@@ -263,8 +278,7 @@ class QwenVLChats(ChatFamily):
 
     def frame_metadata(self, source: FrameSource) -> dict[str, Any]:
         """Return the size and the times of the frames, which determine the placeholders of a prompt."""
-        height, width = size_of(source)
-        return {"frame_size": [height, width], "frame_seconds": [_seconds(source, i) for i in range(len(source))]}
+        return {"frame_size": list(size_of(source)), "frame_seconds": self.seconds(source)}
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
         height, width = metadata["frame_size"]
@@ -281,11 +295,6 @@ def size_of(source: FrameSource) -> tuple[int, int]:
     if len(sizes) != 1:
         raise DataError(f"a video has frames of several sizes, {sorted(sizes)}; give images of one size")
     return sizes.pop()
-
-
-def _seconds(source: FrameSource, index: int) -> float:
-    found = source.seconds(index)
-    return index / FPS_OF_PICTURES if found is None else found
 
 
 class Qwen2_5_VLChats(QwenVLChats):

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
+# The first folder is for a checkout that is not installed.
+sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("", "scripts/lib")]
+
+import namespaces
 from mllm_seqpar.comm import Communicator
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "lib"))
-
-import namespaces  # noqa: E402 - of scripts/lib
 
 T = TypeVar("T")
 Row = dict[str, Any]

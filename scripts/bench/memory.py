@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import harness
 import report
@@ -40,6 +41,7 @@ from models import ScaledModel, scaled
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, patch_model, unpatch_model
+from mllm_seqpar.attention import call_spec
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.descriptions import CONFIGS
@@ -97,17 +99,15 @@ class MemoryBenchmark:
     def chunk_bytes(self) -> int:
         """Bytes of visual features projected at once: the same fraction of the video as at the published sizes, or the
         same number of tokens if the frames have a given number."""
-        published, sizes = getattr(visual_features, self._chunk_constant), self.scaled.sizes
+        published, sizes = visual_features.CHUNK_BYTES, self.scaled.sizes
+        if self.device.type == "cuda":
+            published = visual_features.CUDA_CHUNK_BYTES
         if self.scale == 1:
             return published
         if self.frame_tokens:
             return published // self.scale
         published_width = read_model(CONFIGS / "models" / f"{sizes.name}.yaml").cross.visual_dim
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
-
-    @property
-    def _chunk_constant(self) -> str:
-        return "CUDA_CHUNK_BYTES" if self.device.type == "cuda" else "CHUNK_BYTES"
 
     def columns(self, mode: Mode) -> dict[str, Any]:
         sizes = self.scaled.sizes
@@ -119,14 +119,16 @@ class MemoryBenchmark:
     def patched(self, mode: Mode) -> Iterator[None]:
         """Patch the model inside the block; its self-attention uses Ring Attention."""
         options = {"tile": mode.spec(self.comm.size).mesh_shape} if mode.strategy == "mesh" else {}
-        name, before = self._chunk_constant, getattr(visual_features, self._chunk_constant)
-        setattr(visual_features, name, self.chunk_bytes)
-        patch_model(self.model, mode.strategy, recompute_visual=mode.recompute, **options)
-        try:
-            yield
-        finally:
-            unpatch_model(self.model)
-            setattr(visual_features, name, before)
+        prefix, chunk = "CUDA_" if self.device.type == "cuda" else "", self.chunk_bytes
+        with (
+            mock.patch.object(visual_features, f"{prefix}CHUNK_BYTES", chunk),
+            mock.patch.object(call_spec, f"{prefix}GRADIENT_BYTES", chunk),
+        ):
+            patch_model(self.model, mode.strategy, recompute_visual=mode.recompute, **options)
+            try:
+                yield
+            finally:
+                unpatch_model(self.model)
 
     def features(self, frames: int) -> Tensor:
         """Return random features of this rank's frames, which require a gradient; see `ScaledModel.arguments`."""

@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from mllm_seqpar.comm import Communicator
 from tiny_models import Sizes, tiny_model
-from tiny_models.mplug_owl3 import Case, tiny_text
 
 SIZES = {
     "cuda": Sizes(
@@ -103,6 +102,8 @@ def inputs(model: Any, frames: int, length: int, *, encoded: bool = False) -> di
     They are drawn on the model's device, because a CPU takes a minute for the features of a long video. GPUs of one
     kind draw the same.
     """
+    from tiny_models.mplug_owl3 import Case, tiny_text  # transformers takes seconds, and most parts need no model
+
     like, config = next(model.parameters()), model.config
     size, ids = config.vision_config.image_size, tiny_text(frames, length=length)
     tokens = (size // config.vision_config.patch_size) ** 2

@@ -27,11 +27,13 @@ from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
 from tiny_models.mplug_owl3 import tiny_frames, tiny_text
+from tiny_models.video_mllama import Case as Preview
 
 NEW = torch.tensor([[7, 8, 9], [10, 11, 12]])
 OTHER = torch.tensor([[13, 14, 15], [16, 17, 18]])
 PROMPTS: dict[str, tuple[str, Any]] = {
     "mllama": ("mllama", Mllama(frames=((2, 3, 1), (1,)), labels=None)),
+    "video_mllama": ("video_mllama", Preview(frames=(3, 2), labels=None)),
     "idefics": ("idefics", Idefics(frames=(3, 2), mask="before", labels=None)),
     "gated": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None)),
     "fused": ("mplug_owl3", Owl(frames=(3, 2), length=12, labels=None, model=FUSED)),
@@ -58,7 +60,7 @@ class Conversation:
         self.prompt = inputs_of(self.family, self.case, self.model)
 
     def masks(self, rows: list[int], start: int, stop: int) -> dict[str, Tensor]:
-        """Return the frame masks of new tokens, which attend to what the last does; mllama's has all tokens."""
+        """Return the frame masks of new tokens, which attend to what the last does; the Llamas' have all tokens."""
         found = {}
         for name in {"cross_attention_mask", "image_attention_mask"} & self.prompt.keys():
             prompt = self.prompt[name][rows]
@@ -117,7 +119,7 @@ def patched(model: Any, **options: Any) -> Iterator[None]:
 def check_move(name: str, move: str, found: tuple[Tensor, Tensor]) -> None:
     """Compare with transformers' cache if that holds the images, otherwise with passes without a cache."""
     conversation, rows = Conversation(name), MOVES[move][1]
-    expected = conversation.moved(move)[0] if name == "mllama" else conversation.uncached(NEW, rows)
+    expected = conversation.moved(move)[0] if "mllama" in name else conversation.uncached(NEW, rows)
     assert error(found[0], expected) < TOLERANCE, move
     assert error(found[1], conversation.uncached(OTHER, [0, 1])) < TOLERANCE, (move, "the original")
 
@@ -427,7 +429,7 @@ def test_cropped_frames_do_not_bind_a_cache_to_its_ranks() -> None:
     assert max(run_loopback(2, run)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gated", "mllama", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gated", "mllama", "moss_vl", "video_mllama", "qwen3_vl"])
 def test_prompt_whose_frames_cannot_be_encoded_leaves_the_cache_unused(name: str) -> None:
     """The unpatched model may then fill it, also if the text would have been sharded."""
 
@@ -456,7 +458,7 @@ def test_idefics_refuses_masks_of_other_tokens_in_later_passes_too(images: bool)
                 conversation.model(NEW[:, :1], **given, **mask, **cache_argument(cache))
 
 
-@pytest.mark.parametrize("name", ["mllama", "gated"])
+@pytest.mark.parametrize("name", ["mllama", "video_mllama", "moss_vl", "gated"])
 def test_generate_accepts_a_prefix_cache_with_the_whole_prompt(name: str) -> None:
     """As transformers documents it, the prompt's frames are passed again and equal those of the cache."""
     conversation = Conversation(name)

@@ -22,7 +22,7 @@ from family_harness import TOLERANCE, build, compare_gradients, expected_tokens,
 from mllm_seqpar import patch_model
 from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import LoopbackCommunicator, ProcessGroupCommunicator, run_loopback
-from mllm_seqpar.runtime import offload, visual_features
+from mllm_seqpar.runtime import host_copies, visual_features
 
 READS = 2
 """One copy of everything that the host plans by, and one of what the ranks compare."""
@@ -215,7 +215,7 @@ class _EmulatedStreams:
 
 @pytest.fixture
 def emulated_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "CudaStreams", _EmulatedStreams)
+    monkeypatch.setattr(host_copies, "CudaStreams", _EmulatedStreams)
     monkeypatch.setattr(visual_features, "CHUNK_BYTES", 1)
     monkeypatch.setattr(visual_features, "CUDA_CHUNK_BYTES", 1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.generation import stopping_criteria
 
-from family_cases import BATCHES, FUSED, MOSS
+from family_cases import BATCHES, FUSED, MOSS, PREVIEW
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar._compat import cache_argument, cache_of
@@ -25,6 +25,8 @@ from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import PATCHES, TILES
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.video_mllama import TOKENS as FRAME_TOKENS
+from tiny_models.video_mllama import Case as Preview
 
 OWL = Owl(labels=None)
 MLLAMA = replace(BATCHES["mllama"], labels=None)
@@ -57,6 +59,12 @@ ONCE: dict[str, tuple[Any, Callable[[Any], list[Any]], Callable[[Any], Any], int
         TILES * PATCHES,
     ),
 }
+ONCE["video_mllama"] = (
+    Preview(frames=(4,), labels=None),
+    ONCE["mllama"][1],
+    lambda m: m.model.vision_model.transformer.layers[0],
+    FRAME_TOKENS,
+)
 if "open_flamingo" in BATCHES:
     _TWO = replace(BATCHES["open_flamingo"], frames=((1, 4, 7), (5,)), padding="left", labels=None)
     ONCE["open_flamingo"] = (
@@ -102,7 +110,7 @@ def test_frames_are_encoded_and_projected_once_on_their_owner_rank(family: str, 
 
     number = len(layers(model_of(family, case)))
     for rank, (projected, encoded) in enumerate(on_ranks(3, family, replace(case, local_frames=local), run)):
-        zigzag = family in ("mplug_owl3", "mllama") and not local
+        zigzag = family in ("mplug_owl3", "mllama", "video_mllama") and not local
         frames = ((1, 1, 2) if zigzag else (2, 1, 1))[rank]
         assert projected == [frames * tokens] * number and encoded == [frames]
 
@@ -123,7 +131,12 @@ def two_turns(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], Any]:
 
 TURNS = [
     (family, case, options)
-    for family, case in (("mplug_owl3", OWL), ("mllama", MLLAMA), ("moss_vl", replace(MOSS, mask="none", labels=None)))
+    for family, case in (
+        ("mplug_owl3", OWL),
+        ("mllama", MLLAMA),
+        ("moss_vl", replace(MOSS, mask="none", labels=None)),
+        ("video_mllama", replace(PREVIEW, labels=None)),
+    )
     for options in ({}, SHARDED)
 ]
 

@@ -85,6 +85,7 @@ CASES = [
     ("idefics", by_transformers, {}),
     ("mllama", by_transformers, {}),
     ("moss_vl", by_transformers, {}),
+    ("video_mllama", by_transformers, {}),
     ("open_flamingo", by_wrappers, {}),
     ("mplug_owl3", by_transformers, {"self_attention": "ulysses"}),  # one softmax over sources of two kinds
     ("mllama", by_transformers, {"strategy": "ulysses", "self_attention": "ulysses"}),

@@ -30,6 +30,7 @@ MLPS = {
     "idefics": (48, 3 * 6),
     "mllama": (96, 3 * 5),
     "moss_vl": (96, 3 * 5),
+    "video_mllama": (96, 3 * 5),
     "opt": (48, 2 * 2),
     "llama": (48, 3 * 3),
     "mpt": (144, 2 * 2 + 2 * 2),  # also the inner size of its cross-attention blocks

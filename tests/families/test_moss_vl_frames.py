@@ -15,7 +15,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.runtime.frames import Frames
 from moss_vl_reference import compute_in_float64
-from tiny_models.moss_vl import Case
+from tiny_models.moss_vl import Case, with_blank_images
 
 EXACT = 1e-9
 CASES = {
@@ -51,6 +51,20 @@ def test_ranks_compute_in_float64_what_one_process_does(name: str, size: int, in
     for own, _ in found:
         torch.testing.assert_close(own[real], logits[real], atol=EXACT, rtol=EXACT)
     compare_gradients([own for _, own in found], grads, EXACT)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_blank_images_have_no_effect_on_ranks(size: int) -> None:
+    """The processor gives a hidden image of zeros to a text without media."""
+    case = Case(frames=((), ((3, 4, 6), (8, 4)), ()), labels=None)
+    expected = model_of("moss_vl", case)(**build("moss_vl", case)[1], use_cache=False).logits
+
+    def logits(comm: Any) -> Tensor:
+        model, inputs = patched("moss_vl", case, comm)
+        return model(**with_blank_images(inputs, model), use_cache=False).logits.detach()
+
+    for found in run_loopback(size, logits):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

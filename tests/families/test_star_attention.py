@@ -30,8 +30,10 @@ from mllm_seqpar.runtime.star import block_length
 from outcomes import error
 from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import Case as Mllama
+from tiny_models.moss_vl import Case as Moss
 from tiny_models.mplug_owl3 import IMAGE_TOKEN
 from tiny_models.mplug_owl3 import Case as Owl
+from tiny_models.video_mllama import Case as Preview
 
 LENGTH = 27
 """Blocks of 13, 8 and 6 tokens for 2, 3 and 4 ranks, and 1, 3 and 3 tokens of query."""
@@ -140,6 +142,9 @@ PROMPTS = {
     "IDEFICS, padded batch": Prompt("idefics", Idefics(frames=(3, 1), padding="left", **COMMON), _COUNTED, BOTH),
     "Llama 3.2 Vision": Prompt("mllama", Mllama(**COMMON)),
     "Llama 3.2 Vision, padded batch": Prompt("mllama", _MLLAMA_PADDED, {}, BOTH),
+    "MOSS-Video-Preview": Prompt("video_mllama", Preview(**COMMON)),
+    "MOSS-Video-Preview, padded batch": Prompt("video_mllama", Preview(frames=(4, 1), padding="left", **COMMON)),
+    "MOSS-VL": Prompt("moss_vl", Moss(frames=(((3, 4, 6), (8, 4)), ((2, 6, 2),)), **COMMON), {}, BOTH),
 }
 if LANGUAGE_MODELS:
     from tiny_models.open_flamingo import MEDIA

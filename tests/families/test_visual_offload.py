@@ -30,7 +30,7 @@ from mllm_seqpar.comm import as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import FrameMask
-from mllm_seqpar.runtime import offload, visual_features
+from mllm_seqpar.runtime import host_copies, offload, visual_features
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import Frames
@@ -183,9 +183,9 @@ WAITS = (
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_model_of_streams_finds_each_missing_wait(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(offload.HostCopies)
+    source = inspect.getsource(host_copies.HostCopies)
     assert source.count(wait) == 1
-    broken: dict[str, Any] = dict(vars(offload))
+    broken: dict[str, Any] = dict(vars(host_copies))
     exec(compile(source.replace(wait, "pass"), "broken_copies", "exec"), broken)
     monkeypatch.setattr(stream_model, "HostCopies", broken["HostCopies"])
     model = StreamModel(pins_hosts=False)

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from conversation_cases import replies_in_one_process
+from conversation_cases import replies_in_one_process, reply_in_one_process
 from launch import HANG, ROOT
+from mllm_seqpar.data import VideoSource
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 COMMAND = ["-m", "mllm_seqpar", "chat"]
@@ -65,6 +66,28 @@ class Terminal:
 def history_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the history of the user's chats alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_further_video_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
+    """`/add` shows it with the next question, whose answer is that of one prompt with both videos."""
+    model, clip, twin = (inference_files / name for name in ("gated", "clip.mp4", "twin.mp4"))
+    options = ["--num-frames", 5, "--max-new-tokens", 6, "--num_processes", 2]
+    terminal = Terminal("--model", model, "--video", clip, *options)
+    terminal.read_until(r"5 frames, from 0.40 s to 3.60 s\r\n> ")
+    sources = [VideoSource.open(path, num_frames=5) for path in (clip, twin)]
+    messages: list[Any] = []
+    for number, question in enumerate(("What is it?", "And this?", "Why?"), 1):
+        if number == 2:
+            terminal.type(f"/add {twin}\n")
+            assert "twin.mp4: 5 frames" in terminal.read_until("> ")
+        media = [{"type": "video"}] if number < 3 else []
+        messages.append({"role": "user", "content": [*media, {"type": "text", "text": question}]})
+        reply = reply_in_one_process(model, messages, sources[:number], 6)
+        messages.append({"role": "assistant", "content": reply.text})
+        terminal.type(f"{question}\n")
+        assert reply.text.strip() in terminal.read_until(r"tokens and was cut off\r\n> ")
+    terminal.type("/exit\n")
+    assert terminal.wait() == 0
 
 
 def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:

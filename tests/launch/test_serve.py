@@ -21,8 +21,9 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 
 from browser import CHROMIUM, Chromium
 from chat_request_fuzz import fuzz
-from conversation_cases import replies_in_one_process
+from conversation_cases import replies_in_one_process, reply_in_one_process
 from launch import HANG, ROOT
+from mllm_seqpar.data import VideoSource
 from mllm_seqpar.inference import Answer
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
@@ -93,6 +94,21 @@ def test_turns_of_the_openai_client_equal_one_process(
     with pytest.raises(openai.BadRequestError, match="the context of this model is 4096 tokens") as error:
         create(model="gated", messages=messages, max_tokens=5000)
     assert error.value.code == "context_length_exceeded"
+
+
+def test_video_in_a_later_turn_equals_one_process(server: SimpleNamespace, inference_files: Path, openai: Any) -> None:
+    """The frames of the second video follow those of the first in the cache."""
+    create, messages = server.client.chat.completions.create, list[Any]()
+    for question, own in zip(QUESTIONS, CLIPS, strict=False):
+        video = {"type": "video_url", "video_url": {"url": "clip.mp4", **own}}
+        content = [video, {"type": "text", "text": question}]
+        messages.append({"role": "user", "content": content})
+        reply = create(model="gated", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    sources = [VideoSource.open(inference_files / "clip.mp4", num_frames=5, **own) for own in CLIPS[:2]]
+    last = reply_in_one_process(inference_files / "gated", messages[:-1], sources, 8)
+    assert messages[-1]["content"] == last.text
+    assert reply.usage.prompt_tokens_details.cached_tokens > 5  # those of the first turn, at least its frames
 
 
 def test_clip_of_a_video_equals_one_process(server: SimpleNamespace, inference_files: Path, openai: Any) -> None:

@@ -61,7 +61,16 @@ print(len(built_in_families()), read_cluster("h200-141g-8xN").name, pathlib.Path
 """
 
 
+SCRIPTS = """
+import sys
+sys.path.append(sys.argv[1])
+import triton_tiles, mllm_seqpar
+print(triton_tiles.parse(["--compile", "9.0"]).dims, mllm_seqpar.__file__)
+"""
+
+
 def test_checkout_works_without_installation(tmp_path: Path) -> None:
+    """Also its benchmarks, which run where nothing can be installed."""
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():  # all packages but this one
         if "mllm_seqpar" not in entry.name:
             (tmp_path / entry.name).symlink_to(entry)
@@ -70,6 +79,10 @@ def test_checkout_works_without_installation(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["h200-141g-8xN", str(ROOT / "patches")]
+    command = [sys.executable, "-S", "-c", SCRIPTS, str(ROOT / "scripts" / "bench")]
+    found = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True)
+    assert done.stdout.split() == ["[128]", str(ROOT / "mllm_seqpar" / "__init__.py")], done.stderr
 
 
 def test_missing_package_is_rejected_with_the_command_to_install() -> None:

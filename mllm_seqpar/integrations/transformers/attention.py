@@ -37,9 +37,10 @@ def seqpar_attention(
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
         refuse_dropout(dropout)  # even with all text on every rank, because each rank would drop different weights
-    if seqpar is None or (seqpar.recorder is None and seqpar.model_attends(sliding_window)):
+    text_mask = "decoder" if seqpar is None else seqpar.text_mask(sliding_window)
+    if seqpar is None or (seqpar.recorder is None and text_mask != "intervals"):
         # What `attend` would do, in fewer steps.
-        mask = attention_mask if seqpar is None or seqpar.text_mask == "decoder" else None
+        mask = attention_mask if text_mask == "decoder" else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     options = {"window": sliding_window, "mask": attention_mask, "model_attention": model_attention(module, **kwargs)}
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -6,34 +6,27 @@ A decoding step of one token only validates the arguments that it has besides th
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, by_rank
-from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
-from mllm_seqpar.fsdp_units import refuse_other_sharding
-from mllm_seqpar.models.adapters import refuse_arguments_of_samples
-from mllm_seqpar.models.cache import supports_sharded_text
-from mllm_seqpar.runtime.visual_features import checksum, sampled_bits
+from mllm_seqpar.runtime.checksums import checksum, sampled_bits
 from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
-from .outputs import custom_loss, leaves_out_logits
 
-if TYPE_CHECKING:
-    from .family import Family
+InputsT = TypeVar("InputsT", bound=ForwardInputs)
 
 _PASS = "forward pass"
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
@@ -50,52 +43,17 @@ _KNOWN_ARGUMENTS |= {"return_dict", "token_type_ids"}  # tokenizers return token
 _PACKED_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def require_same_pass(
-    family: Family,
-    inputs: ForwardInputs,
-    logits_to_keep: int | Tensor,
-    kwargs: Mapping[str, Any],
-    cache: Cache | None = None,
-) -> None:
-    """Raise on every rank unless this pass is valid on all ranks and its inputs are the same.
-
-    The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
-    """
-    comm, kwargs = family.context.comm, {**kwargs, "logits_to_keep": logits_to_keep}
-    weights = [*family.model.parameters()] if family.context.compares_weights(torch.is_grad_enabled()) else []
-
-    def check() -> None:
-        if weights:
-            alone = comm.size == 1 and not family.has_cross_attention
-            refuse_other_sharding(family.model, tensor_parallel=alone)
-            pixels = inputs.frames is not None and not inputs.frames_are_features
-            # Without pixels, the vision tower may stay elsewhere.
-            require_transferable(comm, family.model, weights if pixels else [family.embedding_weight()])
-        if weights or family.has_adapters:
-            family.has_adapters = refuse_arguments_of_samples(family.model, family.frame_modules, comm.size)
-        check_text(inputs)
-        check_arguments(family, inputs, kwargs)
-        check_star(family.context.config, inputs)
-        check_frames(family, inputs)
-        _check_training(family, inputs, logits_to_keep)
-        family.check_inputs(inputs)
-
-    # The class of a cache decides whether the text of a prompt is sharded.
-    cached = {} if cache is None else {"class of the cache supports sharded text": supports_sharded_text(cache)}
-    require_same_inputs(comm, inputs, check, model=family.model, kwargs=kwargs | cached, weights=weights)
-    check_tokens(inputs, family.model.get_input_embeddings())
-
-
 def require_same_inputs(
     comm: Communicator,
-    inputs: ForwardInputs,
+    inputs: InputsT,
     check: Callable[[], None],
     *,
     model: nn.Module | None = None,
     kwargs: Mapping[str, Any] | None = None,
     weights: Sequence[Tensor] = (),
-) -> None:
-    """Raise on every rank of the group unless all ranks pass the same text, number of frames and pixels.
+) -> InputsT:
+    """Return the inputs that all ranks of the group agree on; raise on every rank unless they pass the same text,
+    number of frames and pixels.
 
     Token ids, masks, positions and labels are compared by digests. Pixels are compared by a sample of them if every
     rank has all of them, and so are embeddings that replace token ids. Features may differ in their last bits between
@@ -107,15 +65,12 @@ def require_same_inputs(
     if comm.size == 1:
         check()
         inputs.read()
-        return
-
-    def facts(_: None) -> dict[str, Any]:
-        return _facts(comm, inputs, model, kwargs or {}, weights)
-
+        return inputs
+    facts = functools.partial(_facts, inputs, model, kwargs or {}, weights)
     numbers = functools.partial(_kind_of_frames, inputs, comm)
     _, rows = agree(comm, _PASS, check, facts, numbers=numbers, remedy=_REMEDY)
-    _share_layout(inputs, [facts // 2 for _, facts in rows])
-    _share_kind_of_frames(inputs, [(number, facts % 2) for number, facts in rows])
+    inputs = inputs.changed(shard_layout=_common_layout(inputs, [facts // 2 for _, facts in rows]))
+    return inputs.changed(frames=_with_common_kind(inputs.frames, [(number, facts % 2) for number, facts in rows]))
 
 
 def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -> list[int]:
@@ -130,72 +85,70 @@ def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -
     return [_DTYPES.index(frames.dtype), int(frames.requires_grad) + bits]
 
 
-def _share_layout(inputs: ForwardInputs, rows: Sequence[int]) -> None:
-    """Set the layout in which every rank has its shard; AgreementError if no layout is that of all ranks."""
+def _common_layout(inputs: ForwardInputs, rows: Sequence[int]) -> str | None:
+    """Return the layout in which every rank has its shard; AgreementError if no layout is that of all ranks."""
     if inputs.visual_shard is None:
-        return
-    found = [[layout for place, layout in enumerate(_LAYOUTS) if bits >> place & 1] for bits in rows]
-    common = [layout for layout in _LAYOUTS if all(layout in layouts for layouts in found)]
+        return None
+    by_bits = [[layout for place, layout in enumerate(_LAYOUTS) if bits >> place & 1] for bits in rows]
+    common = [layout for layout in _LAYOUTS if all(layout in layouts for layouts in by_bits)]
     if not common and inputs.frames is not None:
-        named = by_rank([" or ".join(layouts) for layouts in found])
+        named = by_rank([" or ".join(layouts) for layouts in by_bits])
         raise AgreementError(f"{_PASS}: the ranks differ in layout of the frames: {named}. {_REMEDY}")
-    object.__setattr__(inputs, "shard_layout", next(iter(common), None))
+    return next(iter(common), None)
 
 
-def _share_kind_of_frames(inputs: ForwardInputs, rows: Sequence[Sequence[int]]) -> None:
-    """Let an empty tensor of frames have the dtype of the other ranks' frames, and all require gradients or none.
+def _with_common_kind(frames: Tensor | None, rows: Sequence[Sequence[int]]) -> Tensor | None:
+    """Return this rank's frames: an empty tensor in the dtype of the others' frames; all require gradients, or none.
 
-    AgreementError if these have several dtypes. Under autocast, layers take features in the dtype that the caller
+    AgreementError if frames have several dtypes. Under autocast, layers take features in the dtype that the caller
     passes, and ranks may send them to each other. If the frames of one rank require gradients, all ranks take part in
     backward; an empty tensor alone asks for none.
     """
-    found, frames = {number for number, _ in rows} - {-1}, inputs.frames
-    if len(found) > 1:
+    dtypes = {number for number, _ in rows} - {-1}
+    if len(dtypes) > 1:
         named = by_rank([None if number < 0 else str(_DTYPES[number]) for number, _ in rows])
         raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
-    if found and frames is not None:
-        requires_grad = any(requires_grad for _, requires_grad in rows)
-        if not frames.shape[0]:
-            frames = frames.to(_DTYPES[found.pop()])
-        if frames.requires_grad != requires_grad:
-            frames = frames.detach().requires_grad_(requires_grad)  # the caller's tensor stays as it is
-        object.__setattr__(inputs, "frames", frames)
+    if not dtypes or frames is None:
+        return frames
+    if not frames.shape[0]:
+        frames = frames.to(_DTYPES[dtypes.pop()])
+    requires_grad = any(requires_grad for _, requires_grad in rows)
+    if frames.requires_grad == requires_grad:
+        return frames
+    return frames.detach().requires_grad_(requires_grad)  # the caller's tensor stays as it is
 
 
 def _facts(
-    comm: Communicator,
-    inputs: ForwardInputs,
-    model: nn.Module | None,
-    kwargs: Mapping[str, Any],
-    weights: Sequence[Tensor],
+    inputs: ForwardInputs, model: nn.Module | None, kwargs: Mapping[str, Any], weights: Sequence[Tensor], _: None
 ) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by name. All tensors are read from the device at once."""
-    frames, mask, shard = inputs.frames, inputs.attention_mask, inputs.visual_shard
-    num_items, logits_to_keep = (kwargs.get(name) for name in ("num_items_in_batch", "logits_to_keep"))
-    compared: dict[str, Sequence[Any]] = {
-        "embeddings": [sampled_bits(inputs.tokens)] if inputs.input_ids is None else [],
-        "the attention mask": list(mask.values()) if isinstance(mask, Mapping) else [mask],  # one per kind of layer
+    """Return what must be equal on all ranks, by name; of tensors digests. All are read from the device at once."""
+    frames, mask, whole = inputs.frames, inputs.attention_mask, inputs.visual_shard is None
+    num_items, logits_to_keep = kwargs.get("num_items_in_batch"), kwargs.get("logits_to_keep")
+    pixels = frames is not None and inputs.compares_values_of_frames
+    compared: dict[str, list[Tensor | None]] = {
+        "embeddings": [sampled_bits(inputs.tokens) if inputs.input_ids is None else None],
+        "the attention mask": [*mask.values()] if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
-        "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
+        "pixels": [sampled_bits(frames) if frames is not None and pixels else None],
         "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
-        "weights": [sampled_bits(x, _SAMPLED_WEIGHTS) for x in weights if _is_whole(x)] if weights else [],
+        "weights": [sampled_bits(x, _SAMPLED_WEIGHTS) for x in weights if _is_whole(x)],
     }
-    given = {name: [x for x in tensors if x is not None] for name, tensors in compared.items()}
     number = torch.as_tensor(-1 if num_items is None else num_items)
-    *read, number = inputs.read([*itertools.chain(*given.values()), number])
+    *read, number = inputs.read([*(x for tensors in compared.values() for x in tensors if x is not None), number])
     on_host = iter(read)
     facts: dict[str, Any] = {
-        f"digest of {name}": checksum(*itertools.islice(on_host, len(x))) for name, x in given.items()
+        f"digest of {name}": checksum(*(None if x is None else next(on_host) for x in tensors))
+        for name, tensors in compared.items()
     }
+    labels = "labels" if inputs.shift_labels is None else "shift_labels"
     moved_rows = inputs.prompt_rows if inputs.past_length else None
-    positions = checksum(*(inputs.on_host(name) for name in inputs.compared_tensors), moved_rows)
     facts |= {
         "samples": inputs.batch,
         "text tokens": inputs.length,
         "frames": inputs.total_frames,
         "units of frames": inputs.sizes.fact,
-        "rows of frames": None if frames is None or shard is not None else frames.shape[0],
-        "frames given by visual_shard": shard is not None,
+        "rows of frames": frames.shape[0] if frames is not None and whole else None,
+        "frames given by visual_shard": not whole,
         "values per frame": 0 if frames is None else math.prod(frames.shape[1:]),
         "kind of frames": "none" if frames is None else "features" if inputs.frames_are_features else "pixels",
         "cached tokens": inputs.past_length,
@@ -205,17 +158,22 @@ def _facts(
         "shift_labels given": inputs.shift_labels is not None,
         "attention mask given": mask is not None,
         "digest of token ids": checksum(inputs.on_host("input_ids")),
-        "digest of labels": checksum(inputs.on_host("labels" if inputs.shift_labels is None else "shift_labels")),
-        "digest of the positions of frames": positions,
+        "digest of labels": checksum(inputs.on_host(labels)),
+        "digest of the positions of frames": checksum(*map(inputs.on_host, inputs.compared_tensors), moved_rows),
         "num_items_in_batch": int(number),
     }
-    if model is None:
-        return facts
-    device = inputs.tokens.device.type
-    own = frames if shard is None else None  # a rank without frames passes any empty tensor
-    tensors = (inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, own)
-    facts |= {name: x for name, x in kwargs.items() if isinstance(x, (bool, int, float, str))}
-    facts |= {
+    return facts if model is None else facts | _modes(inputs, model, kwargs, weights)
+
+
+def _modes(
+    inputs: ForwardInputs, model: nn.Module, kwargs: Mapping[str, Any], weights: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return the modes in which the model and torch compute a pass, and the options of the call."""
+    device, logits_to_keep = inputs.tokens.device.type, kwargs.get("logits_to_keep")
+    frames = inputs.frames if inputs.visual_shard is None else None  # a rank without frames passes any empty tensor
+    tensors = inputs.input_ids, inputs.inputs_embeds, inputs.labels, inputs.shift_labels, frames
+    modes: dict[str, Any] = {name: x for name, x in kwargs.items() if isinstance(x, (bool, int, float, str))}
+    modes |= {
         "shape of logits_to_keep": tuple(logits_to_keep.shape) if isinstance(logits_to_keep, Tensor) else None,
         "training mode": model.training,
         "autocast": torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
@@ -223,10 +181,10 @@ def _facts(
     }
     if weights:
         # `getattr` is slow where there is none.
-        facts["gradient checkpointing"] = any(vars(m).get("gradient_checkpointing", False) for m in model.modules())
+        modes["gradient checkpointing"] = any(vars(m).get("gradient_checkpointing", False) for m in model.modules())
         trained = "".join(str(int(x.requires_grad)) for x in weights)
-        facts["digest of requires_grad of the parameters"] = fingerprint(trained)
-    return facts
+        modes["digest of requires_grad of the parameters"] = fingerprint(trained)
+    return modes
 
 
 def _is_whole(weight: Tensor) -> bool:
@@ -234,11 +192,12 @@ def _is_whole(weight: Tensor) -> bool:
     return not isinstance(weight, DTensor) and not weight.is_meta and weight.numel() > 0
 
 
-def check_frames(family: Family, inputs: ForwardInputs) -> None:
-    """Raise ShapeError unless frames are given in one form, and those of `visual_shard` are of this rank."""
-    comm, shard, frames = family.context.comm, inputs.visual_shard, inputs.frames
+def check_frames(inputs: ForwardInputs, comm: Communicator, arguments: Sequence[str]) -> None:
+    """Raise ShapeError unless frames are given in one form, by one of the `arguments` of the model's forward, and those
+    of `visual_shard` are of this rank."""
+    shard, frames = inputs.visual_shard, inputs.frames
     if inputs.pixels_and_features:
-        raise ShapeError(f"pass either {' or '.join(family.frame_arguments)}, not both")
+        raise ShapeError(f"pass either {' or '.join(arguments)}, not both")
     if shard is None or (frames is None and inputs.past_length):  # `generate` passes it on when frames are cached
         return
     if not isinstance(shard, FrameShard):
@@ -253,7 +212,7 @@ def check_frames(family: Family, inputs: ForwardInputs) -> None:
         )
     if frames is None:
         raise ShapeError(
-            f"visual_shard: {shard} was given and none of {', '.join(family.frame_arguments)}; a rank without frames "
+            f"visual_shard: {shard} was given and none of {', '.join(arguments)}; a rank without frames "
             "passes an empty tensor, for example of shape (0, 3, height, width)"
         )
     inputs.check_shard(shard)
@@ -295,59 +254,38 @@ def check_tokens(inputs: ForwardInputs, embedding: nn.Module) -> None:
         )
 
 
-def refuse_unknown_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that nothing in the model reads, such as a misspelled name."""
-    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN_ARGUMENTS and value is not None)
+def check_arguments(inputs: ForwardInputs, kwargs: Mapping[str, Any], configs: Iterable[Any]) -> None:
+    """Raise ConfigError for further arguments of a forward that are unknown or not supported, here or in a config."""
+    unknown = sorted(name for name in kwargs.keys() - _KNOWN_ARGUMENTS if kwargs[name] is not None)
     if unknown:
         raise ConfigError(
             f"forward: unknown argument {', '.join(unknown)}; the model would ignore it. Check the spelling, or leave "
             "it out"
         )
-
-
-def refuse_packed_lengths(inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for lengths of packed sequences that positions do not state too: nothing else reads them."""
-    given = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    packed = [name for name in _PACKED_LENGTHS if kwargs.get(name) is not None]
+    # Nothing reads the lengths; positions that separate sequences state them too.
     stated = inputs.attention_mask is None and inputs.detects_packing and inputs.text_position_ids is not None
-    if given and not stated:
+    if packed and not stated:
         raise ConfigError(
-            f"{', '.join(given)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
+            f"{', '.join(packed)}: the lengths that FlashAttention's varlen kernels take are not read here; separate "
             "packed sequences by position_ids that begin at 0 with each of them (of Qwen2.5-VL and Qwen3-VL, the first "
             "of four components), without an attention mask and with use_cache=False, or pass them as rows of a batch"
         )
+    weights, causal = kwargs.get("output_attentions"), kwargs.get("is_causal")
+    for config in configs:
+        if weights or (weights is None and getattr(config, "output_attentions", False)):
+            raise ConfigError(
+                "output_attentions=True: attention weights do not exist in distributed attention, which never computes "
+                "a row's scores in one place; leave it out, or unpatch_model(model) to look at them"
+            )
+        if not (getattr(config, "is_causal", True) if causal is None else causal):
+            raise ConfigError(
+                "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
+                "unpatch_model(model) to let tokens attend to later tokens"
+            )
 
 
-def refuse_unsupported_attention(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if attention weights or non-causal attention are requested, here or in `config`."""
-    weights = kwargs.get("output_attentions")
-    if weights or (weights is None and getattr(config, "output_attentions", False)):
-        raise ConfigError(
-            "output_attentions=True: attention weights do not exist in distributed attention, which never computes a "
-            "row's scores in one place; leave it out, or unpatch_model(model) to look at them"
-        )
-    causal = kwargs.get("is_causal")
-    if not (getattr(config, "is_causal", True) if causal is None else causal):
-        raise ConfigError(
-            "is_causal=False: the text of a patched model is causal in every layer; leave it out, or "
-            "unpatch_model(model) to let tokens attend to later tokens"
-        )
-
-
-def _check_training(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> None:
-    """Raise ConfigError or ShapeError for training that would be wrong: its checkpointing, its loss, or its labels."""
-    context, model = family.context, family.model
-    if inputs.past_length and context.comm.size > 1 and family.has_cross_attention and torch.is_grad_enabled():
-        _refuse_trained_cache(inputs.cache)
-    if model.training and torch.is_grad_enabled() and list(family.visual_attention()):
-        _refuse_reentrant_checkpointing(family.checkpointed_modules)
-    if inputs.has_labels:
-        shards_text = context.comm.size > 1 and context.config.self_attention != "local"
-        if (shards_text and not inputs.use_cache) or leaves_out_logits(family, inputs, logits_to_keep):
-            refuse_custom_loss(model)
-            check_labels(inputs)
-
-
-def _refuse_trained_cache(cache: Any) -> None:
+def refuse_trained_cache(cache: Any) -> None:
     """Raise ConfigError if K and V of a cache require gradients, as those of PEFT's prefix tuning do."""
     stored = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
     if any(isinstance(keys, Tensor) and keys.requires_grad for keys in stored):
@@ -358,16 +296,15 @@ def _refuse_trained_cache(cache: Any) -> None:
         )
 
 
-def check_labels(inputs: ForwardInputs) -> None:
-    """Raise ShapeError unless the labels have the shape of the text, as the loss that is computed here requires."""
-    name = "labels" if inputs.shift_labels is None else "shift_labels"
-    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
-    if labels is not None and tuple(labels.shape) != shape:
-        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+def custom_loss(model: Any) -> Any:
+    """Return the model's loss function if it is not the cross-entropy of tokens; None if it is."""
+    function = getattr(model, "loss_function", ForCausalLMLoss)
+    return None if function is ForCausalLMLoss else function
 
 
-def refuse_custom_loss(model: Any) -> None:
-    """Raise ConfigError if the model's loss is not the cross-entropy of tokens, which must then be computed here."""
+def check_computed_loss(model: Any, inputs: ForwardInputs) -> None:
+    """Raise unless the loss can be computed here: ConfigError if the model's loss is not the cross-entropy of tokens,
+    and ShapeError if the labels do not have the shape of the text."""
     function = custom_loss(model)
     if function is not None:
         raise ConfigError(
@@ -376,9 +313,13 @@ def refuse_custom_loss(model: Any) -> None:
             'Patch with self_attention="local" and another choice of logits, or leave the labels out and compute the '
             "loss from the logits"
         )
+    name = "labels" if inputs.shift_labels is None else "shift_labels"
+    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
 
 
-def _refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
+def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
     """Raise ConfigError if one of the modules uses reentrant gradient checkpointing.
 
     It runs a backward pass per layer, and the first one frees the graph of the features that all layers share.
@@ -410,11 +351,3 @@ def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
             'self_attention="star" reads a prompt into a cache, and this pass has none; pass use_cache=True (generate '
             'does). To evaluate without a cache, patch with self_attention="ring" or "local", which are exact'
         )
-
-
-def check_arguments(family: Family, inputs: ForwardInputs, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for further arguments of a forward that are unknown or not supported."""
-    refuse_unknown_arguments(kwargs)
-    refuse_packed_lengths(inputs, kwargs)
-    for config in (family.model.config, family.text_config):
-        refuse_unsupported_attention(config, kwargs)

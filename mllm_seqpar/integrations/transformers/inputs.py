@@ -9,21 +9,18 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar._compat import drops_cache
 from mllm_seqpar._transfers import copy_to_host
-from mllm_seqpar.errors import ShapeError
+from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
-from mllm_seqpar.runtime.text import shifted
-from mllm_seqpar.runtime.visual_features import sampled_bits
+from mllm_seqpar.runtime.checksums import sampled_bits
+from mllm_seqpar.runtime.loss import shifted
+from mllm_seqpar.runtime.text import packed_starts
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, FrameSizes, Spans, take_spans
-
-if TYPE_CHECKING:
-    from .family import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +63,12 @@ class ForwardInputs:
     extras: tuple[Tensor, ...] = ()
     compare_frames: bool = True
     appends_frames: bool = field(default=False, init=False)
-    """Whether the frames of this pass follow those of the cache; set once the ranks have compared their inputs."""
+    """Whether the frames of this pass follow those of the cache; True in a copy, once the ranks have agreed on it."""
     shard_layout: str | None = field(default=None, init=False)
-    """The layout in which every rank has its shard, if the caller passes `visual_shard`; set by the same comparison."""
+    """The layout in which every rank has its shard, in a copy made once the ranks have compared their inputs."""
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
     _state: SequenceParallelCacheState | None = field(default=None, init=False, repr=False)
+    """What `cache_state` returns in a copy, once the pass has brought the cache up to date, and of an earlier pass."""
 
     @functools.cached_property
     def tokens(self) -> Tensor:
@@ -160,11 +158,16 @@ class ForwardInputs:
 
     def of_pass(self, state: SequenceParallelCacheState) -> Self:
         """Return the inputs for `Family.visibility` of frames that came with an earlier pass: those of its state."""
-        found = copy.copy(self)
+        earlier = self.changed(frames=None, visual_shard=None, _state=state)
         for name in ("total_frames", "sizes"):
-            vars(found).pop(name, None)
-        vars(found).update(frames=None, visual_shard=None, _state=state)
-        return found
+            vars(earlier).pop(name, None)
+        return earlier
+
+    def changed(self, **fields: Any) -> Self:
+        """Return a copy with other values of fields, which shares what was read and derived."""
+        changed = copy.copy(self)
+        vars(changed).update(fields)
+        return changed
 
     @property
     def unit_columns(self) -> slice:
@@ -218,7 +221,7 @@ class ForwardInputs:
         elif mask is None and self.detects_packing and self.text_position_ids is not None:
             found["position_ids"] = self.text_position_ids
         if self.frames is not None and self.use_cache:
-            found["sample of frames"] = sampled_bits(self.frames)
+            found["sample_of_frames"] = sampled_bits(self.frames)
         return found
 
     def check_shard(self, shard: FrameShard) -> None:
@@ -241,6 +244,31 @@ class ForwardInputs:
             return self.position_ids
         return torch.arange(self.length, device=self.tokens.device)[None] + self.past_length
 
+    @functools.cached_property
+    def padding_mask(self) -> Tensor | None:
+        """The attention mask, on the host if it was read; None without one; MaskError unless it is (B, tokens so far).
+
+        With a cache it may be longer, as in the unpatched model, which reads its first entries.
+        """
+        mask, tokens = self.attention_mask, self.past_length + self.length
+        if mask is None:
+            return None
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        longer = bool(self.past_length) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens
+        if shape != (self.batch, mask.shape[1] if longer else tokens):
+            expected = self.batch, tokens
+            raise MaskError(
+                f"attention_mask: sequence-parallel text takes a padding mask of shape {expected}, got {shape}"
+            )
+        on_host = self.on_host("attention_mask")
+        return mask if on_host is None else on_host
+
+    @functools.cached_property
+    def packed_starts(self) -> Tensor | None:
+        """(B or 1, L), the first token of the sequence that each token belongs to; None if nothing is packed."""
+        positions = self.on_host("position_ids") if self.padding_mask is None and self.detects_packing else None
+        return None if positions is None else packed_starts(positions)
+
     @property
     def has_labels(self) -> bool:
         return self.labels is not None or self.shift_labels is not None
@@ -252,50 +280,6 @@ class ForwardInputs:
             return targets
         assert labels is not None
         return shifted(labels, ignore_index)
-
-
-TEXT_ARGUMENTS = (
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "use_cache"),
-    *("labels", "shift_labels", "visual_shard"),
-)
-"""The arguments of a forward that are the same in all families."""
-
-
-def text_arguments(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of `ForwardInputs` that are the same in all families, given `TEXT_ARGUMENTS` of a call."""
-    text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
-    past, use_cache = text["cache"], text["use_cache"]
-    wanted = _caches_by_default(family) if use_cache is None else use_cache
-    unpatched_has_cache = past is not None or (bool(wanted) and not drops_cache(family.decoder))
-    labels = text["labels"] if text["shift_labels"] is None else text["shift_labels"]
-    makes_cache = _makes_cache(family, past, use_cache, labels)
-    return text | {"use_cache": makes_cache, "detects_packing": not unpatched_has_cache}
-
-
-def _makes_cache(family: Family, past: Any, use_cache: bool | None, labels: Tensor | None) -> bool:
-    """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
-
-    If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
-    training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
-    cache needs all text on every rank. Where gradient checkpointing drops the cache, no new one is made. With
-    offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
-
-    `labels` are those of either kind, shifted or not.
-    """
-    model, context = family.model, family.context
-    if past is not None or use_cache is False:
-        return past is not None
-    if model.training and any(map(drops_cache, family.checkpointed_modules)):
-        return False
-    if use_cache:
-        return True
-    trains = model.training and torch.is_grad_enabled()
-    trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
-    return context.comm.size == 1 and labels is None and not trains and _caches_by_default(family)
-
-
-def _caches_by_default(family: Family) -> bool:
-    return bool(getattr(family.text_config, "use_cache", False))  # not every config has it
 
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:

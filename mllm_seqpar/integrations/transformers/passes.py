@@ -1,4 +1,4 @@
-"""The forward pass of a patched transformers model, the same for all families: `run_pass`.
+"""The forward pass of a patched transformers model, the same for all families: `Pass`.
 
 A pass computes its rows of text in one part or two (`Rows`). The rows of a part are sharded, or every rank computes all
 of them. The frames are sharded when they are encoded.
@@ -15,18 +15,24 @@ Shape legend: B samples, L text tokens of the pass, s of them on this rank, C ch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mllm_seqpar._compat import cache_argument
+from mllm_seqpar._transfers import copy_to_device
+from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.errors import MaskError
-from mllm_seqpar.fsdp_units import call_within
+from mllm_seqpar.fsdp_units import call_within, refuse_other_sharding
 from mllm_seqpar.masks import FrameMask
+from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.cache import (
     SequenceParallelCacheState,
     attach,
@@ -35,182 +41,46 @@ from mllm_seqpar.models.cache import (
     shard_cached_text,
     supports_sharded_text,
 )
-from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, KVSource, VisualKVCache, select_strategy
+from mllm_seqpar.runtime.frames import KVSource, frames_of_shards
+from mllm_seqpar.runtime.loss import (
+    IGNORE,
+    loss_of_targets,
+    mean_over_targets,
+    require_tokens,
+    sharded_causal_lm_loss,
+    summed_cross_entropy,
+)
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts
-from mllm_seqpar.runtime.visual_features import VisualFeatures, fingerprint_of
+from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts, requested_rows, select_logit_rows
+from mllm_seqpar.runtime.visual_features import VisualFeatures
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens, VisualTokens
-from mllm_seqpar.sharding import FrameSizes, span_length
+from mllm_seqpar.sharding import span_length
 
-from .checks import check_arguments, check_star, require_same_pass
+from .checks import (
+    check_arguments,
+    check_computed_loss,
+    check_frames,
+    check_star,
+    check_text,
+    check_tokens,
+    custom_loss,
+    refuse_reentrant_checkpointing,
+    refuse_trained_cache,
+    require_same_inputs,
+)
+from .facts import ModelFacts
 from .generation import share_random_state
 from .inputs import ForwardInputs
-from .outputs import cached_outputs, uncached_outputs
-from .tower import frames_by_rank, local_embeddings, local_features, visual_features, with_accumulated_gradients
+from .tower import Tower, with_accumulated_gradients
 
-if TYPE_CHECKING:
-    from .family import Family
+BROADCAST_ROWS = 64
+"""Up to this number of rows, hidden states are broadcast from rank 0.
 
-
-def run_pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
-    """Run one forward pass of a patched model, and return what the model's `forward` returns."""
-    family.context.require_same_world()
-    fsdp_units = [module for module in family.bypassed_modules if isinstance(module, FSDPModule)]
-    return call_within(fsdp_units, functools.partial(_pass, family, inputs, logits_to_keep, kwargs))
-
-
-def _pass(family: Family, inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]) -> Any:
-    """Check, encode, run the decoder on each part of the rows, and make the output.
-
-    Frames reach the rows in one of these forms:
-
-    - layers attend to them (`attended`): to features of this pass, or to K and V of an earlier pass, in the cache;
-    - their embeddings are among the rows (`embedded`), to which later tokens attend as to text;
-    - not at all: the pass is one of text only.
-    """
-    cache, cache_state = inputs.cache, None
-    if inputs.use_cache and cache is None:
-        cache = DynamicCache(config=family.text_config)
-    if (continued := inputs.cache_state) is not None:
-        continued.crop_to(inputs.past_length)
-    if not inputs.is_decoding_step:
-        require_same_pass(family, inputs, logits_to_keep, kwargs, cache)
-    else:  # the ranks have compared the text before it
-        check_star(family.context.config, inputs)
-        if kwargs:  # seldom: `generate` passes none
-            check_arguments(family, inputs, kwargs)
-    if cache is not None:
-        cache_state = _cache_state_of_pass(family, inputs, cache)
-        cache_state.active = True
-    try:
-        parts = _parts(family, inputs, cache, cache_state)
-        attended, embedded = None, list[Any]([None] * len(parts))
-        if family.has_cross_attention:
-            attended = _attended_frames(family, inputs, cache, cache_state)
-        else:
-            embedded = _embedded_frames(family, inputs, parts, cache_state)
-        if cache_state is not None and parts[0].text is not None:
-            # Only now: a cache whose frames could not be encoded is still an ordinary one.
-            shard_cached_text(cache, cache_state, parts[0].text, family.text_config.num_hidden_layers)
-        states, decoded = list[ForwardState](), []
-        for rows, tokens in zip(parts, embedded, strict=True):
-            states.append(_state_of_rows(family, inputs, rows, attended, tokens, cache_state))
-            decoded.append(_run_rows(family, inputs, rows, states[-1], cache, kwargs))
-        if cache is None:
-            out = uncached_outputs(family, inputs, states[0], decoded[0], logits_to_keep, kwargs)
-        else:
-            out = cached_outputs(family, inputs, parts, decoded, logits_to_keep, kwargs, cache)
-    finally:
-        if cache_state is not None:
-            cache_state.active = False
-    if cache_state is not None and cache_state.visual_kv is not None:
-        cache_state.visual_kv.close()
-    return family.model_output(out, None if attended is None else attended.features, inputs)
-
-
-def _cache_state_of_pass(family: Family, inputs: ForwardInputs, cache: Any) -> SequenceParallelCacheState:
-    """Return what the patched model stores with the cache; raise if this pass cannot continue it."""
-    comm, model_layers = family.context.comm, family.text_config.num_hidden_layers
-    group = comm.rank, comm.size
-    if not inputs.past_length:
-        state = begin_prompt(cache, inputs.batch, group, model_layers)
-        family.continue_cache(inputs, cache, state)
-        return state
-    found = cache_state_of(cache)
-    state = SequenceParallelCacheState(inputs.batch, group) if found is None else found
-    family.continue_cache(inputs, cache, state)
-    state.continue_in(group)
-    if found is None:
-        attach(cache, state, model_layers)
-    state.rows_of(inputs.batch)
-    return state
-
-
-# The rows of the text.
-
-
-def _parts(
-    family: Family, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState | None
-) -> list[Rows]:
-    """Return the rows of each part of a pass, in the order in which they are computed; the same on all ranks."""
-    context, length = family.context, inputs.length
-    if cache_state is not None and not _shards_prompt(family, inputs, cache):
-        return [Rows(0, length)]
-    if cache_state is not None and context.config.self_attention == "star":
-        star = _star_text_shards(context, inputs)
-        return [Rows(0, star.length, star), Rows(star.length, length)]
-    return [Rows(0, length, _text_shards(context, inputs))]
-
-
-def _shards_prompt(family: Family, inputs: ForwardInputs, cache: Any) -> bool:
-    """Return whether this is a prompt whose text is sharded; the same on all ranks."""
-    config, size = family.context.config, family.context.comm.size
-    return (
-        inputs.past_length == 0
-        and size > 1
-        and config.self_attention != "local"
-        and config.shard_prompt_from is not None
-        and inputs.length >= config.shard_prompt_from
-        and (config.self_attention != "star" or block_length(inputs.length, size) > 0)
-        and not torch.is_grad_enabled()
-        and supports_sharded_text(cache)
-    )
-
-
-def _text_shards(context: SeqParContext, inputs: ForwardInputs) -> TextShards:
-    """Return how the text of a pass is sharded; raise MaskError if the attention mask is not (B, L)."""
-    valid, first = _padding_and_packing(inputs)
-    return TextShards(inputs.batch, inputs.length, context.comm, context.config.text_layout, valid, first)
-
-
-def _star_text_shards(context: SeqParContext, inputs: ForwardInputs) -> StarText:
-    """Return how Star Attention shards the context of a prompt; warn once per patched model that it is approximate.
-
-    With two ranks it is exact: the anchor and the second rank's block are the whole context. MaskError refuses a mask
-    that is not (B, L), and samples that are all padding in the anchor.
-    """
-    valid, first = _padding_and_packing(inputs)
-    text = StarText(inputs.batch, inputs.length, context.comm, valid, first)
-    if valid is not None:
-        without_text = (~valid[:, : text.block].bool().any(1)).nonzero().flatten().tolist()
-        if without_text:
-            raise MaskError(
-                f"attention_mask: sample {without_text[0]} has padding only among its first {text.block} tokens, which "
-                'are the anchor of self_attention="star" and must be text; pass samples of about one length, or one '
-                "by one"
-            )
-    if context.comm.size > 2:
-        context.report_approximation(text.block, inputs.length - text.length)
-    return text
-
-
-def _padding_and_packing(inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
-    """Return `valid` and `first` of `TextShards`."""
-    valid = _padding_mask(inputs)
-    positions = inputs.on_host("position_ids") if valid is None and inputs.detects_packing else None
-    return valid, None if positions is None else packed_starts(positions)
-
-
-def _padding_mask(inputs: ForwardInputs) -> Tensor | None:
-    """Return the attention mask, or None without one; raise MaskError unless it is (B, tokens so far).
-
-    With a cache it may be longer, as in the unpatched model, which reads its first entries.
-    """
-    mask, tokens = inputs.attention_mask, inputs.past_length + inputs.length
-    if mask is None:
-        return None
-    found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-    longer = bool(inputs.past_length) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens
-    if found != (inputs.batch, mask.shape[1] if longer else tokens):
-        shape = inputs.batch, tokens
-        raise MaskError(f"attention_mask: sequence-parallel text takes a padding mask of shape {shape}, got {found}")
-    on_host = inputs.on_host("attention_mask")
-    return mask if on_host is None else on_host
-
-
-# The frames.
+Ranks that choose tokens from logits with different last bits would generate different texts.
+"""
 
 
 class AttendedFrames(NamedTuple):
@@ -219,7 +89,7 @@ class AttendedFrames(NamedTuple):
     Attributes:
         source: where their K and V come from.
         mask: which of them each row (B, L) attends to.
-        facts: what `Family.row_facts` returned for all rows.
+        facts: what `ModelFacts.row_facts` returned for all rows.
         features: the features that this rank has encoded in this pass; None if the frames are those of the cache.
     """
 
@@ -229,228 +99,475 @@ class AttendedFrames(NamedTuple):
     features: Tensor | None
 
 
-def _attended_frames(
-    family: Family, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState | None
-) -> AttendedFrames | None:
-    """Return the frames that rows attend to: encoded now, or those of the cache; None in a pass of text only.
+class Pass:
+    """One forward pass of a patched model.
 
-    All ranks call it together. K and V of frames that are encoded in a pass with a cache are stored in the cache.
+    Args:
+        family: what the pass reads of the model.
+        inputs: the arguments of the model's forward.
+        logits_to_keep: as in transformers.
+        kwargs: further arguments of the forward, which the decoder and the loss receive.
+
+    Attributes:
+        inputs: the arguments; once the ranks have compared theirs, a copy with what they agreed on.
+        cache: the transformers cache to continue or to fill; None for a pass without one.
+        cache_state: what the patched model stores with the cache.
+        attended: the frames that rows attend to; None without any, and in decoder-only models.
     """
-    source: KVSource | None = None
-    features, total_frames = None, inputs.total_frames
-    if cache_state is None or _brings_frames(family, inputs, cache_state):
-        family.check_new_frames(inputs)
-        features = local_features(family, inputs)
-        if features is not None:
-            source = visual = visual_features(family, inputs, features)
-            if cache_state is not None:
-                source = _store_frames(inputs, cache_state, visual, features)
-                total_frames = source.total_frames
-                family.complete_cache(inputs, cache, cache_state)
-    elif cache_state.visual_kv is not None:
-        source = cache_state.visual_kv
-        total_frames = source.total_frames
-    if source is None:
-        return None
-    if total_frames:
-        mask = _visibility(family, inputs, source)
-    else:  # the empty frame, to which no row attends
-        none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-        mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
-    return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
 
+    def __init__(
+        self, family: ModelFacts[Any], inputs: ForwardInputs, logits_to_keep: int | Tensor, kwargs: Mapping[str, Any]
+    ) -> None:
+        self.family, self.inputs, self.logits_to_keep, self.kwargs = family, inputs, logits_to_keep, kwargs
+        self.context, self.comm, self.config = family.context, family.context.comm, family.context.config
+        self.cache = inputs.cache
+        self.cache_state: SequenceParallelCacheState | None = None
+        self.attended: AttendedFrames | None = None
 
-def _store_frames(
-    inputs: ForwardInputs, cache_state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor
-) -> VisualKVCache:
-    """Store the frames of this pass in the cache, in the place of others or after them; return where K and V are."""
-    fingerprints = {fingerprint_of(features)}
-    if inputs.frames is not None:
-        fingerprints.add(_fingerprint(inputs))
-    earlier = cache_state.frames if inputs.appends_frames else None
-    source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
-    cache_state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
-    return source
+    def run(self) -> Any:
+        """Run the pass, and return what the model's `forward` returns."""
+        self.context.require_same_world()
+        fsdp_units = [module for module in self.family.bypassed_modules if isinstance(module, FSDPModule)]
+        return call_within(fsdp_units, self._run)
 
+    def _run(self) -> Any:
+        if self.cache is None and self.inputs.use_cache:
+            self.cache = DynamicCache(config=self.family.text_config)
+        if (continued := self.inputs.cache_state) is not None:
+            continued.crop_to(self.inputs.past_length)  # frames whose text was cropped are gone
+        self._check()
+        if self.cache is not None:
+            self.cache_state = self._continued_cache_state()
+        with self.cache_state.in_pass() if self.cache_state is not None else contextlib.nullcontext():
+            parts = self._parts()
+            visual_tokens: list[list[VisualTokens] | None] = [None] * len(parts)
+            if self.family.has_cross_attention:
+                self.attended = self._attended_frames()
+            else:
+                visual_tokens = self._embedded_frames(parts)
+            if self.cache_state is not None and parts[0].text is not None:
+                # Only now: a cache whose frames could not be encoded is still an ordinary one.
+                layers = self.family.text_config.num_hidden_layers
+                shard_cached_text(self.cache, self.cache_state, parts[0].text, layers)
+            decoded = []
+            for rows, tokens in zip(parts, visual_tokens, strict=True):
+                if rows.text is None:
+                    state = self._state_over_cache(rows, tokens)
+                else:
+                    state = self._state_of_shards(rows, rows.text, tokens)
+                decoded.append(self._run_rows(rows, state))
+            out = self._outputs(parts, decoded)
+        return self.family.model_output(out, None if self.attended is None else self.attended.features, self.inputs)
 
-def _visibility(family: Family, inputs: ForwardInputs, source: KVSource) -> FrameMask:
-    """Return which frames the rows attend to, of each pass that brought frames."""
-    tokens, state = source.tokens_per_unit, inputs.cache_state
-    if isinstance(source, VisualFeatures) or source.earlier is None:
-        return family.visibility(inputs, source.units, tokens)
-    assert state is not None
-    *earlier, _ = state.by_pass()
-    views = [*map(inputs.of_pass, earlier), inputs]
-    parts = zip(views, source.parts, strict=True)
-    return FrameMask.joined([family.visibility(view, part.own_units, tokens) for view, part in parts])
+    # The arguments and the cache.
 
+    def _check(self) -> None:
+        """Raise on every rank unless the pass is valid on all ranks, and their inputs are the same.
 
-def _brings_frames(family: Family, inputs: ForwardInputs, cache_state: SequenceParallelCacheState) -> bool:
-    """Return whether a pass with a cache encodes frames: a prompt does, for FSDP also without any.
-
-    Frames that the cache has already are not encoded again. Others follow them, or take their place: if `generate`
-    repeats frames, every pass attends to those that come with it, as unpatched (`Family.appends_frames`).
-    """
-    visual = cache_state.frames
-    if visual is None:
-        return not inputs.past_length or inputs.total_frames > 0
-    if inputs.frames is None or not inputs.total_frames:
-        return False
-    same = _fingerprint(inputs) in cache_state.frame_fingerprints
-    # The frames of one rank may be the same while those of another are not.
-    if not inputs.compares_values_of_frames:
-        same = all(number for (number,) in family.context.comm.gather_ints([int(same)]))
-    if family.appends_frames(inputs, same):
-        object.__setattr__(inputs, "appends_frames", True)
-        return True
-    return not same or (family.repeats_frames and torch.is_grad_enabled())
-
-
-def _fingerprint(inputs: ForwardInputs) -> tuple[int, ...]:
-    """Return the fingerprint of the frames that the caller passes."""
-    assert inputs.frames is not None
-    return fingerprint_of(inputs.frames, inputs.on_host("sample of frames"))
-
-
-def _embedded_frames(
-    family: Any, inputs: ForwardInputs, parts: Sequence[Rows], cache_state: SequenceParallelCacheState | None
-) -> list[list[VisualTokens] | None]:
-    """Return the embeddings of frames among this rank's rows, for each part of the rows; None if a pass has no frames.
-
-    Each rank encodes its frames, and sends their embeddings to the ranks of their rows: all of them here, so that the
-    layers begin without those of other rows. All ranks call it together. Frames of an earlier pass are in the cache, as
-    tokens of the text.
-    """
-    comm, past = family.context.comm, inputs.past_length
-    if cache_state is not None and past and not inputs.total_frames:
-        return [None] * len(parts)
-    layout, embeddings = family.visual_token_layout(inputs), local_embeddings(family, inputs)
-    if cache_state is not None and layout.tokens.total:
-        tokens = layout.tokens
-        if past:
-            earlier = FrameTokens.none() if cache_state.frame_tokens is None else cache_state.frame_tokens
-            tokens = earlier.followed_by(tokens, past, cache_state.rows_of(inputs.batch))
-        cache_state.frame_tokens = tokens
-    if embeddings is None:
-        return [None] * len(parts)
-    found: list[list[VisualTokens] | None] = []
-    for rows in parts:
-        by_rank = [torch.arange(rows.stop - rows.start)] * comm.size
-        if rows.text is not None and family.context.config.self_attention != "local":
-            by_rank = [rows.text.positions(rank) for rank in range(comm.size)]
-        routes = layout.between(rows.start, rows.stop).routes(by_rank, comm.rank)
-        found.append(routes.exchange(embeddings, comm, embeddings.shape[1] // family.text_config.hidden_size))
-    return found
-
-
-# The layers.
-
-
-def _state_of_rows(
-    family: Family,
-    inputs: ForwardInputs,
-    rows: Rows,
-    attended: AttendedFrames | None,
-    embedded: list[VisualTokens] | None,
-    cache_state: SequenceParallelCacheState | None,
-) -> ForwardState:
-    """Return the state that the layers share while they compute a part of the rows."""
-    context, text, frames = family.context, rows.text, None
-    facts: Mapping[str, Tensor] = {}
-    if text is not None:
-        if attended is not None:
-            frames, facts = _frames_of_shards(family, inputs, text, attended)
-        recorder = None
-        if cache_state is not None and not isinstance(text, StarText):
-            recorder = context.recorder(inputs, rows, attended, cache_state)
-        return ForwardState(
-            context, text=text, frames=frames, row_facts=facts, visual_tokens=embedded, recorder=recorder
+        The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
+        """
+        if self.inputs.is_decoding_step:  # the ranks have compared the text before it
+            check_star(self.config, self.inputs)
+            if self.kwargs:  # seldom: `generate` passes none
+                self._check_arguments()
+            return
+        model = self.family.model
+        weights = [*model.parameters()] if self.context.compares_weights(torch.is_grad_enabled()) else []
+        compared = {**self.kwargs, "logits_to_keep": self.logits_to_keep}
+        if self.cache is not None:  # its class decides whether the text of a prompt is sharded
+            compared["class of the cache supports sharded text"] = supports_sharded_text(self.cache)
+        self.inputs = require_same_inputs(
+            self.comm,
+            self.inputs,
+            functools.partial(self._check_rank, weights),
+            model=model,
+            kwargs=compared,
+            weights=weights,
         )
-    assert cache_state is not None
-    cached_text = None
-    if cache_state.text_kv is not None:
-        valid = _padding_mask(inputs)
-        cache_state.text_kv.extend(rows.stop - rows.start)
-        cached_text = functools.partial(cache_state.text_kv.mask, rows.stop - rows.start, valid)
-    if attended is not None:
-        mask, facts = attended.mask, attended.facts
-        if rows.start:
-            mask = mask.take(torch.arange(rows.start, rows.stop))
-            facts = {name: x[:, rows.start :] for name, x in facts.items()}
-        assert isinstance(attended.source, VisualKVCache)
-        frames = attended.source.frames_of(mask, context.comm)
-    return ForwardState(
-        context,
-        frames=frames,
-        row_facts=facts,
-        cached_text=cached_text,
-        visual_tokens=embedded,
-        text_length=inputs.past_length + rows.stop,
-        recorder=context.recorder(inputs, rows, attended, cache_state),
-    )
+        check_tokens(self.inputs, model.get_input_embeddings())
 
+    def _check_rank(self, weights: Sequence[Tensor]) -> None:
+        """Raise for what is invalid on this rank; `weights` are those of the model if this pass looks at it."""
+        family, inputs, size = self.family, self.inputs, self.comm.size
+        if weights:
+            refuse_other_sharding(family.model, tensor_parallel=size == 1 and not family.has_cross_attention)
+            pixels = inputs.frames is not None and not inputs.frames_are_features
+            # Without pixels, the vision tower may stay elsewhere.
+            require_transferable(self.comm, family.model, weights if pixels else [family.embedding_weight()])
+        if weights or family.has_adapters:
+            family.has_adapters = refuse_arguments_of_samples(family.model, family.frame_modules, size)
+        check_text(inputs)
+        self._check_arguments()
+        check_star(self.config, inputs)
+        check_frames(inputs, self.comm, family.frame_arguments)
+        if torch.is_grad_enabled():
+            if inputs.past_length and size > 1 and family.has_cross_attention:
+                refuse_trained_cache(inputs.cache)
+            if family.model.training and list(family.visual_attention()):
+                refuse_reentrant_checkpointing(family.checkpointed_modules)
+        if inputs.has_labels:
+            shards_text = size > 1 and self.config.self_attention != "local" and not inputs.use_cache
+            if shards_text or self._leaves_out_logits():
+                check_computed_loss(family.model, inputs)
+        family.check_inputs(inputs)
 
-def _frames_of_shards(
-    family: Family, inputs: ForwardInputs, text: TextShards, attended: AttendedFrames
-) -> tuple[Frames, Mapping[str, Tensor]]:
-    """Return the frames of a pass with a sharding of the text, and the facts about this rank's rows."""
-    source, context = attended.source, family.context
-    frames = Frames.of_shards(source, attended.mask, text, _sizes(inputs, source))
-    shape = family.cross_attention_shape()
-    if isinstance(source, VisualFeatures):
-        index = functools.partial(family.unit_index, inputs, ((0, inputs.sizes.total),))
-        frames = select_strategy(context, frames, source, text, index, shape)
-    frames.kv_heads = None if shape is None else shape.kv_heads
-    if context.config.self_attention == "local":
-        return frames, attended.facts
-    return frames, {name: text.shard(x, 1) for name, x in attended.facts.items()}
+    def _check_arguments(self) -> None:
+        """Raise ConfigError for further arguments of the forward that are unknown or not supported."""
+        check_arguments(self.inputs, self.kwargs, (self.family.model.config, self.family.text_config))
 
+    def _continued_cache_state(self) -> SequenceParallelCacheState:
+        """Return what the patched model stores with the cache; raise if this pass cannot continue it."""
+        family, inputs, cache = self.family, self.inputs, self.cache
+        group, model_layers = (self.comm.rank, self.comm.size), family.text_config.num_hidden_layers
+        if not inputs.past_length:
+            state = begin_prompt(cache, inputs.batch, group, model_layers)
+            family.continue_cache(inputs, cache, state)
+            return state
+        attached = cache_state_of(cache)
+        state = SequenceParallelCacheState(inputs.batch, group) if attached is None else attached
+        family.continue_cache(inputs, cache, state)
+        state.continue_in(group)
+        if attached is None:
+            attach(cache, state, model_layers)
+        state.rows_of(inputs.batch)
+        self.inputs = inputs.changed(_state=state)
+        return state
 
-def _sizes(inputs: ForwardInputs, source: KVSource) -> FrameSizes:
-    """Return the units of each frame, of this pass or of its cache."""
-    return source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
+    # The rows of the text.
 
+    def _parts(self) -> list[Rows]:
+        """Return the rows of each part of a pass, in the order in which they are computed; the same on all ranks.
 
-def _run_rows(
-    family: Family, inputs: ForwardInputs, rows: Rows, state: ForwardState, cache: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
-    tokens, mask, positions, comm = inputs.tokens, inputs.attention_mask, inputs.positions, family.context.comm
-    text, has_frames = rows.text, state.frames is not None or bool(state.visual_tokens)
-    if text is not None:
-        _count_shards(family, inputs, text.local if state.shards_text else inputs.length)
-        # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have drawn
-        # other random numbers on each rank.
-        if not state.shards_text and family.model.training:
-            share_random_state(comm, tokens.device)
-        if state.text_mask != "decoder":
-            tokens, positions = text.shard(tokens, 1), text.shard(positions, -1)
-        elif mask is None and not inputs.detects_packing:
+        MaskError refuses an attention mask that is not (B, L) where the text is sharded.
+        """
+        inputs, length = self.inputs, self.inputs.length
+        if self.cache_state is not None and (inputs.past_length or not self._shards_prompt()):
+            return [Rows(0, length)]
+        if self.cache_state is not None and self.config.self_attention == "star":
+            star = self._star_text()
+            return [Rows(0, star.length, star), Rows(star.length, length)]
+        shape = inputs.batch, length
+        text = TextShards(*shape, self.comm, self.config.text_layout, inputs.padding_mask, inputs.packed_starts)
+        return [Rows(0, length, text)]
+
+    def _shards_prompt(self) -> bool:
+        """Return whether the text of a prompt is sharded; the same on all ranks."""
+        config, length, size = self.config, self.inputs.length, self.comm.size
+        return (
+            size > 1
+            and config.self_attention != "local"
+            and config.shard_prompt_from is not None
+            and length >= config.shard_prompt_from
+            and (config.self_attention != "star" or block_length(length, size) > 0)
+            and not torch.is_grad_enabled()
+            and supports_sharded_text(self.cache)
+        )
+
+    def _star_text(self) -> StarText:
+        """Return how Star Attention shards the context of a prompt; warn once per patched model that it is approximate.
+
+        With two ranks it is exact: the anchor and the second rank's block are the whole context. MaskError refuses
+        samples that are all padding in the anchor.
+        """
+        inputs, valid = self.inputs, self.inputs.padding_mask
+        text = StarText(inputs.batch, inputs.length, self.comm, valid, inputs.packed_starts)
+        if valid is not None:
+            without_text = (~valid[:, : text.block].bool().any(1)).nonzero().flatten().tolist()
+            if without_text:
+                raise MaskError(
+                    f"attention_mask: sample {without_text[0]} has padding only among its first {text.block} tokens, "
+                    'which are the anchor of self_attention="star" and must be text; pass samples of about one length, '
+                    "or one by one"
+                )
+        if self.comm.size > 2:
+            self.context.report_approximation(text.block, inputs.length - text.length)
+        return text
+
+    # The frames. All ranks call these methods together. Frames reach the rows in one of two forms, or not at all in a
+    # pass of text only: layers attend to them, to features of this pass or to K and V in the cache; or, in a
+    # decoder-only model, their embeddings are among the rows, to which later tokens attend as to text.
+
+    @functools.cached_property
+    def _tower(self) -> Tower:
+        """The vision tower in this pass, once it is known whether frames follow those of the cache."""
+        return Tower(self.family, self.inputs)
+
+    def _attended_frames(self) -> AttendedFrames | None:
+        """Return the frames that rows attend to: encoded now, or those of the cache; None in a pass of text only.
+
+        K and V of frames that are encoded in a pass with a cache are stored in the cache.
+        """
+        family, state, features = self.family, self.cache_state, None
+        source: KVSource
+        if state is None or self._encodes_frames(state):
+            family.check_new_frames(self.inputs)
+            features = self._tower.features()
+            if features is None:
+                return None
+            source = visual = self._tower.visual_features(features)
+            if state is not None:
+                source = self._store_frames(state, visual, features)
+                family.complete_cache(self.inputs, self.cache, state)
+        elif state.visual_kv is not None:
+            source = state.visual_kv
+        else:
+            return None
+        inputs = self.inputs
+        if source.total_frames if isinstance(source, VisualKVCache) else inputs.total_frames:
+            mask = self._visibility(source)
+        else:  # the empty frame, to which no row attends
+            none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
+            mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
+        return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
+
+    def _encodes_frames(self, state: SequenceParallelCacheState) -> bool:
+        """Return whether a pass with a cache encodes frames: a prompt does, for FSDP also without any.
+
+        Frames that the cache has already are not encoded again. Others follow them, or take their place: if `generate`
+        repeats frames, every pass attends to those that come with it, as unpatched (`ModelFacts.appends_frames`).
+        """
+        family, inputs = self.family, self.inputs
+        if state.frames is None:
+            return not inputs.past_length or inputs.total_frames > 0
+        if inputs.frames is None or not inputs.total_frames:
+            return False
+        known = self._fingerprint(inputs.frames) in state.frame_fingerprints
+        # The frames of one rank may be the same while those of another are not.
+        if not inputs.compares_values_of_frames:
+            known = all(number for (number,) in self.comm.gather_ints([int(known)]))
+        if family.appends_frames(inputs, known):
+            self.inputs = inputs.changed(appends_frames=True)
+            return True
+        return not known or (family.repeats_frames and torch.is_grad_enabled())
+
+    def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
+        """Return the fingerprint of the frames that the caller passes."""
+        return fingerprint_of(frames, self.inputs.on_host("sample_of_frames"))
+
+    def _store_frames(
+        self, state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor
+    ) -> VisualKVCache:
+        """Store the frames of this pass in the cache, in place of others or after them; return where K and V are."""
+        inputs, fingerprints = self.inputs, {fingerprint_of(features)}
+        if inputs.frames is not None:
+            fingerprints.add(self._fingerprint(inputs.frames))
+        earlier = state.frames if inputs.appends_frames else None
+        source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
+        state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
+        return source
+
+    def _visibility(self, source: KVSource) -> FrameMask:
+        """Return which frames the rows attend to, of each pass that brought frames."""
+        inputs, tokens, state = self.inputs, source.tokens_per_unit, self.cache_state
+        if not isinstance(source, VisualKVCache) or source.earlier is None:
+            return self.family.visibility(inputs, source.units, tokens)
+        assert state is not None
+        *earlier, _ = state.by_pass()
+        views = [*map(inputs.of_pass, earlier), inputs]
+        parts = zip(views, source.parts, strict=True)
+        return FrameMask.joined([self.family.visibility(view, part.own_units, tokens) for view, part in parts])
+
+    def _embedded_frames(self, parts: Sequence[Rows]) -> list[list[VisualTokens] | None]:
+        """Return the embeddings of frames among this rank's rows, for each part of the rows.
+
+        Each rank encodes its frames, and sends their embeddings to the ranks of their rows: all of them here, so that
+        the layers begin without those of other rows. Frames of an earlier pass are in the cache, as tokens of the text.
+        """
+        family, inputs, comm, past = self.family, self.inputs, self.comm, self.inputs.past_length
+        if self.cache_state is not None and past and not inputs.total_frames:
+            return [None] * len(parts)
+        layout, embeddings = family.visual_token_layout(inputs), self._tower.embeddings()
+        if (state := self.cache_state) is not None and layout.tokens.total:
+            tokens = layout.tokens
+            if past:
+                earlier = FrameTokens.none() if state.frame_tokens is None else state.frame_tokens
+                state.frame_tokens = earlier.followed_by(tokens, past, state.rows_of(inputs.batch))
+            else:
+                state.frame_tokens = tokens
+        if embeddings is None:
+            return [None] * len(parts)
+        width = family.text_config.hidden_size
+        received: list[list[VisualTokens] | None] = []
+        for rows in parts:
+            by_rank = [torch.arange(rows.stop - rows.start)] * comm.size
+            if rows.text is not None and self.config.self_attention != "local":
+                by_rank = [rows.text.positions(rank) for rank in range(comm.size)]
+            routes = layout.between(rows.start, rows.stop).routes(by_rank, comm.rank)
+            received.append(routes.exchange(embeddings, comm, embeddings.shape[1] // width))
+        return received
+
+    # The layers, which share a state while they compute a part of the rows.
+
+    def _state_of_shards(self, rows: Rows, text: TextShards, visual_tokens: list[VisualTokens] | None) -> ForwardState:
+        """Return the state that the layers share while they compute rows with a sharding."""
+        family, inputs, frames, facts, recorder = self.family, self.inputs, None, None, None
+        if self.attended is not None:
+            source, mask, facts, _ = self.attended
+            sizes = source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
+            whole, shape = ((0, inputs.sizes.total),), family.cross_attention_shape()
+            index = functools.partial(family.unit_index, inputs, whole)
+            frames = frames_of_shards(self.context, source, mask, text, sizes, index, shape)
+            if self.config.self_attention != "local":
+                facts = {name: text.shard(x, 1) for name, x in facts.items()}
+        if self.cache_state is not None and not isinstance(text, StarText):
+            recorder = self.context.recorder(self, rows)
+        return ForwardState(
+            self.context, text=text, frames=frames, row_facts=facts, visual_tokens=visual_tokens, recorder=recorder
+        )
+
+    def _state_over_cache(self, rows: Rows, visual_tokens: list[VisualTokens] | None) -> ForwardState:
+        """Return the state of rows that every rank computes, over the K and V in the cache."""
+        inputs, cache_state, count = self.inputs, self.cache_state, rows.stop - rows.start
+        assert cache_state is not None
+        cached_text, frames, facts = None, None, None
+        if cache_state.text_kv is not None:
+            valid = inputs.padding_mask
+            cache_state.text_kv.extend(count)
+            cached_text = functools.partial(cache_state.text_kv.mask, count, valid)
+        if self.attended is not None:
+            mask, facts = self.attended.mask, self.attended.facts
+            if rows.start:
+                mask = mask.take(torch.arange(rows.start, rows.stop))
+                facts = {name: x[:, rows.start :] for name, x in facts.items()}
+            assert isinstance(self.attended.source, VisualKVCache)
+            frames = self.attended.source.frames_of(mask, self.comm)
+        return ForwardState(
+            self.context,
+            frames=frames,
+            row_facts=facts,
+            cached_text=cached_text,
+            visual_tokens=visual_tokens,
+            text_length=inputs.past_length + rows.stop,
+            recorder=self.context.recorder(self, rows),
+        )
+
+    def _run_rows(self, rows: Rows, state: ForwardState) -> Any:
+        """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
+        family, inputs, text = self.family, self.inputs, rows.text
+        tokens, positions = inputs.tokens, inputs.positions
+        whole_text, has_frames = state.text_mask() == "decoder", state.frames is not None or bool(state.visual_tokens)
+        if text is None:
+            if rows.start:
+                tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
+        else:
+            own_tokens, frames = text.local if state.shards_text else inputs.length, inputs.total_frames
+            own_frames = span_length(self._tower.own) if frames else 0
+            self.context.count_shards((own_tokens, inputs.length), (own_frames, frames))
+            # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have
+            # drawn other random numbers on each rank.
+            if not state.shards_text and family.model.training:
+                share_random_state(self.comm, tokens.device)
+            if not whole_text:
+                tokens, positions = text.shard(tokens, 1), text.shard(positions, -1)
+        embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
+        if whole_text:
+            mask = self._decoder_mask(rows, embeds, positions)
+        else:  # the mask is in the state, and transformers passes on a mask of four dimensions
+            mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
+        embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
+        if text is not None and not has_frames:
+            embeds = with_accumulated_gradients(embeds, family.model)
+        family.whole_positions = inputs.positions
+        return family.run_decoder(embeds, positions, mask, self.cache, state, **self.kwargs)
+
+    def _decoder_mask(self, rows: Rows, embeds: Tensor, positions: Tensor) -> Any:
+        """Return the decoder's `attention_mask` for rows whose text this rank has whole."""
+        inputs, mask = self.inputs, self.inputs.attention_mask
+        if rows.text is not None and mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
-            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=tokens.device)
-    elif rows.start:
-        tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
-    embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
-    if state.text_mask == "decoder":
-        found = family.text_mask(embeds, mask, positions, cache)
-        if found is None and mask is not None and cache is None and _begins_again(inputs.text_position_ids):
-            # Without a mask, the decoder would separate sequences by their positions.
-            found = torch.ones(inputs.length, inputs.length, dtype=torch.bool, device=embeds.device).tril()[None, None]
-        mask = found
-    else:  # the mask is in the state, and transformers passes on a mask of four dimensions
-        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
-    embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
-    if text is not None and not has_frames:
-        embeds = with_accumulated_gradients(embeds, family.model)
-    family.whole_positions = inputs.positions
-    return family.run_decoder(embeds, positions, mask, cache, state, **kwargs)
+            mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=embeds.device)
+        made = self.family.text_mask(embeds, mask, positions, self.cache)
+        if made is None and mask is not None and self.cache is None and inputs.text_position_ids is not None:
+            if packed_starts(inputs.text_position_ids) is not None:
+                # Without a mask, the decoder would separate sequences by their positions.
+                shape = inputs.length, inputs.length
+                return torch.ones(shape, dtype=torch.bool, device=embeds.device).tril()[None, None]
+        return made
 
+    # The outputs.
 
-def _begins_again(positions: Tensor | None) -> bool:
-    return positions is not None and packed_starts(positions) is not None
+    def _outputs(self, parts: Sequence[Rows], decoded: Sequence[Any]) -> CausalLMOutputWithPast:
+        """Return loss, logits and hidden states, given the decoder's output for each part of the rows."""
+        hidden, states = decoded[0].last_hidden_state, decoded[0].hidden_states
+        text = parts[0].text if self.comm.size > 1 and self.config.self_attention != "local" else None
+        if text is not None and states is not None:  # None for a layer stays None
+            states = tuple(None if x is None else text.unshard(x, 1) for x in states)
+        if text is not None and self.cache is None:
+            loss, logits = self._loss_and_logits_of_shards(text, hidden)
+        else:
+            if text is None:
+                hidden = select_logit_rows(hidden, self.logits_to_keep)
+            elif len(parts) == 1:
+                hidden = requested_rows(text, self.logits_to_keep, hidden)
+            else:  # of Star Attention, the query after the context
+                query, later = decoded[1].last_hidden_state, decoded[1].hidden_states
+                hidden = requested_rows(text, self.logits_to_keep, hidden, query)
+                if states is not None and later is not None:
+                    pairs = zip(states, later, strict=True)
+                    states = tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
+            if parts[-1].text is None and hidden.shape[-2] <= BROADCAST_ROWS and not hidden.requires_grad:
+                hidden = self.comm.broadcast(hidden, "hidden")  # so that all ranks have the same bits
+            loss, logits = self._loss_and_logits(hidden)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **cache_argument(self.cache))
 
+    def _leaves_out_logits(self) -> bool:
+        """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
+        wanted = self.config.logits != "none" or self.inputs.is_decoding_step
+        return not wanted and self.inputs.has_labels and self._keeps_every_row
 
-def _count_shards(family: Family, inputs: ForwardInputs, local_tokens: int) -> None:
-    """Record in the context how many text tokens and frames this rank holds in this pass."""
-    local = span_length(frames_by_rank(family, inputs)[family.context.comm.rank]) if inputs.total_frames else 0
-    family.context.count_shards((local_tokens, inputs.length), (local, inputs.total_frames))
+    @property
+    def _keeps_every_row(self) -> bool:
+        return isinstance(self.logits_to_keep, int) and self.logits_to_keep == 0
+
+    @property
+    def _loss_options(self) -> dict[str, Any]:
+        """The options of the losses that are computed here."""
+        options = {name: self.kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
+        return options | {"target_weights": self.family.target_weights}
+
+    def _loss_and_logits_of_shards(self, text: TextShards, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss and, as `config.logits` says, the logits, given this rank's last hidden states (B, s, C).
+
+        If `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
+        """
+        inputs, head, option = self.inputs, self.family.model.get_output_embeddings(), self.config.logits
+        loss = logits = None
+        if inputs.has_labels:
+            targets = inputs.target_labels(self.kwargs.get("ignore_index"))
+            if self._leaves_out_logits():
+                return loss_of_targets(hidden, head, targets, text, **self._loss_options), None
+            logits = head(hidden)
+            loss = sharded_causal_lm_loss(logits, targets, text, **self._loss_options)
+        if option == "full" or not self._keeps_every_row or (option != "local" and not inputs.has_labels):
+            # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
+            logits = head(select_logit_rows(text.unshard(hidden, 1), self.logits_to_keep))
+        elif logits is None:
+            logits = head(hidden)
+        return loss, logits
+
+    def _loss_and_logits(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss and the logits of a pass in which every rank has all text.
+
+        `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned.
+        """
+        family, inputs, kwargs, model = self.family, self.inputs, self.kwargs, self.family.model
+        ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
+        if self._leaves_out_logits():
+            targets = inputs.target_labels(ignore)
+            return loss_of_targets(hidden, model.get_output_embeddings(), targets, **self._loss_options), None
+        logits = model.get_output_embeddings()(hidden)
+        if not inputs.has_labels:
+            return None, logits
+        if custom_loss(model) is None and not inputs.is_decoding_step:
+            targets = inputs.target_labels(ignore)
+            require_tokens(targets, logits.shape[-1], ignore)
+            if family.target_weights(targets) is not None:
+                on_device = copy_to_device(targets, logits.device)
+                total = summed_cross_entropy(logits, on_device, ignore, family.target_weights(on_device))
+                return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore), logits
+        if inputs.shift_labels is not None:
+            kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
+        # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have
+        # more columns than `config.vocab_size` (IDEFICS' `additional_vocab_size`).
+        columns = logits.shape[-1]
+        return model.loss_function(logits=logits, labels=inputs.labels, vocab_size=columns, **kwargs), logits

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mllm_seqpar.patching import Patch
 
-if TYPE_CHECKING:
-    from .family import Family
+from .facts import ModelFacts
 
 _LENGTH_INDEPENDENT = {"default", "linear", "yarn", "llama3", "proportional"}
 """The values of `rope_type` with which a rotation depends on its position only."""
 
 
-def rotate_by_whole_text(family: Family[Any], patch: Patch) -> None:
+def rotate_by_whole_text(family: ModelFacts[Any], patch: Patch) -> None:
     """Let rotary embeddings of the text derive their frequencies from the whole text, on every rank of several."""
     if patch.context.comm.size > 1:
         for module in family.rotary_embeddings():
@@ -38,7 +37,7 @@ def _rope_types(module: nn.Module) -> set[str]:
 
 
 def _rotations(
-    family: Family[Any], unpatched: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    family: ModelFacts[Any], unpatched: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     """Return the cosines and sines (..., s, D) of this rank's positions (..., s)."""
     whole = family.whole_positions

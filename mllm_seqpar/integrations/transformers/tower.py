@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,141 +30,157 @@ from mllm_seqpar.comm.transfer_group import control_group
 from mllm_seqpar.errors import AgreementError
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.visual_features import VisualFeatures
-from mllm_seqpar.sharding import APPENDED, Spans, frame_bounds, part_of_spans, span_length, take_spans
+from mllm_seqpar.sharding import APPENDED, Spans, part_of_spans, span_length, take_spans
 
+from .facts import ModelFacts
 from .inputs import ForwardInputs
 
-if TYPE_CHECKING:
-    from .family import DecoderOnlyFamily, Family
 
+class Tower:
+    """The vision tower in one pass: encodes this rank's frames, in as many runs as the other ranks make.
 
-def layout_of_frames(family: Family, inputs: ForwardInputs) -> str:
-    """Return how the frames of this pass map to ranks: as the caller has sharded them, or as the family states."""
-    shard, comm = inputs.visual_shard, family.context.comm
-    if shard is None:
-        return APPENDED if inputs.appends_frames else family.frame_layout
-    layout = inputs.shard_layout or shard.layout(comm.rank, comm.size, inputs.sizes)
-    assert layout is not None, "checked before"
-    return layout
+    Args:
+        family: what the pass reads of the model.
+        inputs: the inputs of the pass, once all ranks have compared theirs.
 
-
-def frames_by_rank(family: Family, inputs: ForwardInputs) -> Sequence[Spans]:
-    """Return the frames of every rank. Without frames, rank 0 has the empty one."""
-    return inputs.sizes.spans(family.context.comm.size, layout_of_frames(family, inputs))
-
-
-def local_features(family: Family, inputs: ForwardInputs) -> Tensor | None:
-    """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
-
-    The tower encodes `vision_chunk_size` frames at a time, and makes as many calls on every rank as the rank with the
-    most frames needs. A rank with nothing left to encode runs it on one frame and discards the result, so that its
-    parameters have zero gradients rather than none and the gathers of FSDP stay in step. For the same reason a batch
-    without any frame gets an empty one, to which no token attends, if other ranks under the same FSDP2 or DDP have
-    frames (`agree_on_frames`). The empty frame is encoded, or zeros if the other ranks pass features, because they do
-    not run the tower then either. If no rank has frames, the result is None and the parameters have no gradient, as in
-    the unpatched model.
+    Attributes:
+        layout: how the frames of this pass map to ranks: as the caller has sharded them, or as the family states.
+        by_rank: the frames of every rank. Without frames, rank 0 has the empty one.
+        own: those of this rank.
     """
-    frames, total, sizes, rank = inputs.frames, inputs.total_frames, inputs.sizes, family.context.comm.rank
-    weight = family.embedding_weight()
-    by_rank = frames_by_rank(family, inputs)
-    runs, shape = _tower_runs(family, inputs, max(map(span_length, by_rank)) if total else 0)
-    if total == 0:
+
+    def __init__(self, family: ModelFacts[Any], inputs: ForwardInputs) -> None:
+        self.family, self.inputs = family, inputs
+        comm, shard = family.context.comm, inputs.visual_shard
+        self.layout = APPENDED if inputs.appends_frames else family.frame_layout
+        if shard is not None:
+            layout = inputs.shard_layout or shard.layout(comm.rank, comm.size, inputs.sizes)
+            assert layout is not None, "checked before"
+            self.layout = layout
+        self.by_rank: Sequence[Spans] = inputs.sizes.spans(comm.size, self.layout)
+        self.own = self.by_rank[comm.rank]
+
+    def features(self) -> Tensor | None:
+        """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
+
+        The tower encodes `vision_chunk_size` frames at a time, and makes as many calls on every rank as the rank with
+        the most frames needs. A rank with nothing left to encode runs it on one frame and discards the result, so that
+        its parameters have zero gradients rather than none and the gathers of FSDP stay in step. For the same reason a
+        batch without any frame gets an empty one, to which no token attends, if other ranks under the same FSDP2 or DDP
+        have frames (`agree_on_frames`). The empty frame is encoded, or zeros if the other ranks pass features, because
+        they do not run the tower then either. If no rank has frames, the result is None and the parameters have no
+        gradient, as in the unpatched model.
+        """
+        family, inputs, own = self.family, self.inputs, self.own
+        sizes, weight = inputs.sizes, family.embedding_weight()
+        runs, shape = self._runs()
+        if inputs.total_frames == 0:
+            if not runs:
+                return None
+            if shape is not None:
+                empty = torch.zeros((sizes.count(), *shape), dtype=weight.dtype, device=weight.device)
+            else:
+                blank = family.blank_frame()
+                empty = self._encoded(lambda _: blank, ((0, 1),), lambda: blank, runs, sizes.count())
+            return empty if family.context.comm.rank == 0 else empty[:0]
+        assert inputs.frames is not None
+        if inputs.frames_are_features:
+            # by units, if they came by frames
+            whole = inputs.visual_shard is None
+            features = take_spans(inputs.frames, sizes.units(own)) if whole else inputs.frames
+            features = features.flatten(0, features.dim() - 3)
+            if family.context.config.visual_offload is not None:
+                return in_host_memory(features, weight.device)
+            return features.to(device=weight.device, dtype=self._dtype_of(features))
+        count = sizes.count(own)
+        if inputs.visual_shard is not None:
+            own = ((0, span_length(own)),)
+        # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong
+        # size fails on every rank, and the caller's tensor has a zero gradient here rather than none.
+        has_frames = inputs.visual_shard is None or len(inputs.visual_shard) > 0
+        spare = functools.partial(inputs.take, ((0, 1),)) if has_frames else inputs.blank_frames
+        return self._encoded(inputs.take, own, spare, runs, count)
+
+    def visual_features(self, features: Tensor) -> VisualFeatures:
+        """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
+        family, inputs, config = self.family, self.inputs, self.family.context.config
+        units, index = inputs.sizes.count(), family.unit_index(inputs, self.own)
+        if config.visual_offload is None:
+            index = copy_to_device(index, features.device)
+            return VisualFeatures(features, index, units, config.recompute_visual, self.layout)
+        dtype = self._dtype_of(features) if inputs.frames_are_features else features.dtype
+        index = copy_to_device(index, family.embedding_weight().device)
+        return HostFeatures.of(features, index, units, dtype, self.layout)
+
+    def embeddings(self) -> Tensor | None:
+        """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
+        family, inputs, weight = self.family, self.inputs, self.family.embedding_weight()
+        total, (start, stop) = inputs.total_frames, next(iter(self.own), (0, 0))
+        runs, shape = self._runs()
         if not runs:
             return None
-        if shape is not None:
-            empty = torch.zeros((sizes.count(), *shape), dtype=weight.dtype, device=weight.device)
-        else:
-            blank = family.blank_frame()
-            empty = _encode_in_runs(family, lambda _: blank, ((0, 1),), sizes.count(), lambda: blank, runs)
-        return empty if rank == 0 else empty[:0]
-    assert frames is not None
-    own, count = by_rank[rank], sizes.count(by_rank[rank])
-    if inputs.frames_are_features:
-        # by units, if they came by frames
-        features = frames if inputs.visual_shard is not None else take_spans(frames, sizes.units(own))
-        features = features.flatten(0, features.dim() - 3)
-        if family.context.config.visual_offload is not None:
-            return in_host_memory(features, weight.device)
-        return features.to(device=weight.device, dtype=_features_dtype(family, features))
-    if inputs.visual_shard is not None:
-        own = ((0, span_length(own)),)
-    # A run whose result is discarded uses one of the caller's frames, from any rank, so that a frame of a wrong size
-    # fails on every rank, and the caller's tensor has a zero gradient here rather than none.
-    has_frames = inputs.visual_shard is None or len(inputs.visual_shard) > 0
-    spare = functools.partial(inputs.take, ((0, 1),)) if has_frames else inputs.blank_frames
-    return _encode_in_runs(family, inputs.take, own, count, spare, runs)
+        if total == 0 and shape is not None:
+            return torch.zeros(0, shape[1], dtype=weight.dtype, device=weight.device)
+        if inputs.frames is not None and inputs.frames_are_features:
+            (rows,) = family.frames_between(inputs, start, stop)
+            return rows.to(device=weight.device, dtype=weight.dtype)
 
+        def take(frames: Spans) -> Sequence[Any]:
+            ((first, last),) = frames
+            return family.frames_between(inputs, first, last)
 
-def local_embeddings(family: DecoderOnlyFamily[Any], inputs: ForwardInputs) -> Tensor | None:
-    """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
-    comm, total = family.context.comm, inputs.total_frames
-    bounds = frame_bounds(total, comm.size)
-    start, stop = bounds[comm.rank]
-    runs, shape = _tower_runs(family, inputs, max(last - first for first, last in bounds))
-    if total == 0 and shape is not None:
-        weight = family.embedding_weight()
-        return torch.zeros(0, shape[1], dtype=weight.dtype, device=weight.device) if runs else None
-    if inputs.frames is not None and inputs.frames_are_features:
-        weight, (rows,) = family.embedding_weight(), family.frames_between(inputs, start, stop)
-        return rows.to(device=weight.device, dtype=weight.dtype)
-    parts = []
-    for number in range(runs):
-        first = min(start + number * max(1, -(-(stop - start) // runs)), stop)
-        last = min(first + max(1, -(-(stop - start) // runs)), stop)
-        if first < last:
-            own = family.frames_between(inputs, first, last)
-            parts.append(family.encode(*(_moved(x, family.embedding_weight().device) for x in own)))
-        else:  # the empty slices of the caller's tensors have zero gradients here rather than none
+        def spare() -> Sequence[Any]:
             empty = family.blank_frame()
-            if inputs.frames is not None:
-                none = family.frames_between(inputs, first, first)
-                empty = tuple(torch.cat([x.to(y), y]) for x, y in zip(none, empty, strict=True))
-            parts.append(family.encode(*empty)[:0])
-    return torch.cat(parts) if parts else None
+            if inputs.frames is None:
+                return empty
+            # The empty slices of the caller's tensors have zero gradients here rather than none.
+            none = family.frames_between(inputs, start, start)
+            return tuple(torch.cat([x.to(y), y]) for x, y in zip(none, empty, strict=True))
 
+        return self._encoded(take, self.own if total else (), spare, runs)
 
-def _tower_runs(family: Family, inputs: ForwardInputs, most: int) -> tuple[int, tuple[int, int] | None]:
-    """Return how often each rank runs the tower, given the frames of the rank with `most`; see `agree_on_frames`."""
-    frames, is_features = inputs.frames, inputs.frames is not None and inputs.frames_are_features
-    chunk = most if is_features else family.context.config.vision_chunk_size or most
-    shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
-    return agree_on_frames(family.model, -(-most // max(chunk, 1)), frames is not None and not is_features, shape)
+    def _runs(self) -> tuple[int, tuple[int, int] | None]:
+        """Return how often each rank runs the tower, and the shape of features; see `agree_on_frames`."""
+        frames, most = self.inputs.frames, max(map(span_length, self.by_rank)) if self.inputs.total_frames else 0
+        is_features = frames is not None and self.inputs.frames_are_features
+        chunk = most if is_features else self.family.context.config.vision_chunk_size or most
+        shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
+        pixels = frames is not None and not is_features
+        return agree_on_frames(self.family.model, -(-most // max(chunk, 1)), pixels, shape)
 
+    def _dtype_of(self, features: Tensor) -> torch.dtype:
+        """Return the dtype that layers take features of the caller in."""
+        weight = self.family.embedding_weight()
+        return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
 
-def _features_dtype(family: Family, features: Tensor) -> torch.dtype:
-    """Return the dtype that layers take features of the caller in."""
-    weight = family.embedding_weight()
-    return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+    def _encoded(
+        self,
+        take: Callable[[Spans], Sequence[Any]],
+        own: Spans,
+        spare: Callable[[], Sequence[Any]],
+        runs: int,
+        units: int = 0,
+    ) -> Tensor:
+        """Encode the frames `own`, which `take` returns, in `runs` runs of the tower.
 
+        A run with nothing left encodes the frame that `spare` returns, and drops it. Frames in host memory move to the
+        device run by run. With `visual_offload`, features of `units` units are stored in host memory.
+        """
+        encode, count, device = self.family.encode, span_length(own), self.family.embedding_weight().device
+        chunk = max(1, -(-count // runs))
 
-def _encode_in_runs(
-    family: Family,
-    take: Callable[[Spans], Sequence[Any]],
-    own: Spans,
-    units: int,
-    spare: Callable[[], Sequence[Any]],
-    runs: int,
-) -> Tensor:
-    """Encode the frames `own`, which `take` returns, in `runs` runs of the tower, to features of `units` units.
+        def encoded() -> Iterator[Tensor]:
+            for number in range(runs):
+                if number * chunk < count:
+                    some = take(own if runs == 1 else part_of_spans(own, number * chunk, (number + 1) * chunk))
+                    yield encode(*(_moved(x, device) for x in some))
+                else:  # an empty slice, so that the run stays in the graph for backward
+                    yield encode(*(_moved(x, device) for x in spare()))[:0]
 
-    A run with nothing left encodes the frame that `spare` returns, and drops it. Frames in host memory move to the
-    device run by run.
-    """
-    count, device = span_length(own), family.embedding_weight().device
-    chunk = max(1, -(-count // runs))
-
-    def encoded() -> Iterator[Tensor]:
-        for number in range(runs):
-            if number * chunk < count:
-                some = take(own if runs == 1 else part_of_spans(own, number * chunk, (number + 1) * chunk))
-                yield family.encode(*(_moved(x, device) for x in some))
-            else:  # an empty slice, so that the run stays in the graph for backward
-                yield family.encode(*(_moved(x, device) for x in spare()))[:0]
-
-    if family.context.config.visual_offload is not None:
-        return stored_in_host_memory(encoded(), units, device)
-    parts = list(encoded())
-    return parts[0] if runs == 1 else torch.cat(parts)
+        if self.family.context.config.visual_offload is not None:
+            return stored_in_host_memory(encoded(), units, device)
+        parts = list(encoded())
+        return parts[0] if runs == 1 else torch.cat(parts)
 
 
 def _moved(x: Any, device: torch.device) -> Any:
@@ -172,19 +188,6 @@ def _moved(x: Any, device: torch.device) -> Any:
     if not isinstance(x, Tensor):
         return x
     return x.to(device) if x.requires_grad else copy_to_device(x, device)  # pinned copies have no gradients
-
-
-def visual_features(family: Family, inputs: ForwardInputs, features: Tensor) -> VisualFeatures:
-    """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
-    sizes, comm, config = inputs.sizes, family.context.comm, family.context.config
-    units, layout = sizes.count(), layout_of_frames(family, inputs)
-    index = family.unit_index(inputs, sizes.spans(comm.size, layout)[comm.rank])
-    if config.visual_offload is None:
-        index = copy_to_device(index, features.device)
-        return VisualFeatures(features, index, units, config.recompute_visual, layout)
-    dtype = _features_dtype(family, features) if inputs.frames_are_features else features.dtype
-    index = copy_to_device(index, family.embedding_weight().device)
-    return HostFeatures.of(features, index, units, dtype, layout)
 
 
 def agree_on_frames(

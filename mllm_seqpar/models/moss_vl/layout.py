@@ -219,6 +219,7 @@ def moss_vl_layout(
         positions = found[None].expand(3, -1, -1)
     else:
         positions = position_ids.to(device).expand(3, batch, length)
+        _check_one_sequence(positions[0], real)
     position = torch.zeros(len(sizes), dtype=torch.long, device=device)
     position[frame[placeholders]] = (positions[0] - extent)[placeholders]
     return MossVLLayout(
@@ -239,6 +240,14 @@ def _starts(frames: Sequence[int], beams: int, batch: int, device: torch.device)
         return torch.zeros(batch, dtype=torch.long, device=device)
     ends = torch.tensor(frames, device=device).cumsum(0)
     return torch.nn.functional.pad(ends, (1, 0))[:-1].repeat_interleave(beams)
+
+
+def _check_one_sequence(positions: Tensor, real: Tensor) -> None:
+    if bool(((positions.diff(dim=1) < 0) & real[:, 1:] & real[:, :-1]).any()):
+        raise ShapeError(
+            "position_ids begin again within a text, as those of packed sequences do, and MOSS-VL does not separate "
+            "them; pass one sequence in each row (packing=False, padding_free=False), and leave position_ids out"
+        )
 
 
 def _check_rows(mask: Tensor, batch: int) -> None:

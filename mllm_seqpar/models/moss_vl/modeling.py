@@ -42,9 +42,9 @@ from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
 from mllm_seqpar.models.mplug_owl3.media import brings_frames
-from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.text import select_logit_rows
-from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
 from .configuration import MossVLConfig, MossVLTextConfig, MossVLVisionConfig
@@ -93,7 +93,13 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         self.post_init()
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Tensor:
-        """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size).
+        """Patches (P, values) and their grids (media, 3) -> visual tokens (P / 4, out_hidden_size)."""
+        last, *earlier = self.states(hidden_states, grid_thw, **kwargs)
+        merged: Tensor = self.merger(last, earlier)
+        return merged
+
+    def states(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Sequence[Tensor]:
+        """Return the states (P, width) of the last block, and of those that the merger takes too.
 
         The frames of a video do not attend to each other. If the grids are on the host, the device is not read.
         """
@@ -114,8 +120,7 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         made = {name: copy_to_device(x, device) for name, x in made.items()}
         made["cu_seqlens"] = copy_to_device(ends, device) if is_flash_attention_requested(self.config) else ends
         out = super().forward(hidden_states, grid_thw=grid_thw, return_dict=True, **made, **kwargs)
-        merged: Tensor = self.merger(out.last_hidden_state, out.deepstack_features)
-        return merged
+        return out.last_hidden_state, *out.deepstack_features
 
 
 class MossVLTextModel(Qwen3VLTextModel):
@@ -335,7 +340,7 @@ class MossVLModel(MossVLPreTrainedModel):
         past_length = 0 if cache is None else int(cache.get_seq_length())
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
         given, appends = given_frames(pixel_values, visual_embeds), False
-        if given is not None and state is not None and state.frames is not None:
+        if given is not None and len(given) and state is not None and state.frames is not None:
             appends = brings_frames(is_known(state, given), input_ids, self.config.image_token_id)
             if not appends:
                 given = pixel_values = visual_embeds = None  # those of the cache
@@ -416,7 +421,7 @@ def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_i
 
 def earlier_offsets(state: SequenceParallelCacheState, batch: int) -> Tensor | None:
     """Return (B, 1), the offsets of the positions of the cached text that a pass continues; None if it begins one."""
-    layout = state.media_layout
+    layout = state.frame_facts
     if layout is None:
         return None
     return cast(MossVLLayout, layout).offsets()[state.rows_of(batch).to(layout.first.device)]
@@ -427,7 +432,7 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
 
     If frames did, their layout stays among those of their own passes.
     """
-    earlier = cast(MossVLLayout | None, None if state is None else state.media_layout)
+    earlier = cast(MossVLLayout | None, None if state is None else state.frame_facts)
     if state is None or earlier is None or state.frames is not None or not layout.past_length:
         return layout
     device = layout.first.device
@@ -437,13 +442,13 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
 
 def crop_layout(state: SequenceParallelCacheState, past_length: int) -> None:
     """Crop the layout of a cache to the tokens that are still in it; frames go with the text that they came with."""
-    layout = state.media_layout
+    layout = state.frame_facts
     if layout is None:
         return
     if past_length <= layout.past_length:
         state.drop_frames()
     else:
-        state.media_layout = layout.cropped(past_length, inclusive=True)
+        state.frame_facts = layout.cropped(past_length, inclusive=True)
 
 
 def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> SequenceParallelCacheState | None:
@@ -485,12 +490,12 @@ def _store(
     batch, past_length = layout.first.shape[0], layout.past_length
     whole = after_text(layout, state, batch)
     if features is None or given is None:
-        state.media_layout = whole
+        state.frame_facts = whole
         return None
     features, sizes = features.unsqueeze(1), FrameSizes(layout.total_frames, layout.tokens)
     kept = VisualKVCache(layout.total_frames, sizes, 1, earlier=state.frames)
     state.store_frames(kept, batch, {fingerprint_of(x) for x in (features, given)}, past_length)
-    state.media_layout = whole
+    state.frame_facts = whole
     return MossVLVisual.of_cache(state, past_length, length, batch, features.device, features)
 
 
@@ -629,8 +634,7 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
 
 def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
     """Return the patches, or the features in the form (V, 1, C); None if there are none."""
-    given = pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
-    return None if given is None or not len(given) else given
+    return pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
 
 
 def is_known(state: SequenceParallelCacheState, given: Tensor) -> bool:

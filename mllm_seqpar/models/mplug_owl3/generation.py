@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.sharding import FrameShard
 
 from .media import MediaLayout, cached_frames
@@ -111,8 +111,8 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         total, cache = self.count_frames(**model_kwargs), model_kwargs.get(cache_name())
         cached = cached_frames(cache)
         if cached is not None and total == 0:
-            assert cached.media_layout is not None
-            return cached.media_layout  # The conversation continues; its frames are in the cache.
+            assert cached.frame_facts is not None
+            return cached.frame_facts  # The conversation continues; its frames are in the cache.
         embeds, positions, offset = (model_kwargs.get(x) for x in ("inputs_embeds", "position_ids", "media_offset"))
         prompt = input_ids if embeds is None else embeds
         if positions is not None and prompt is not None:

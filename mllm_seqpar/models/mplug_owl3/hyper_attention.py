@@ -32,8 +32,8 @@ from transformers.models.qwen2.modeling_qwen2 import (
 from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.projections import KVProjection
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 
 from .configuration import MPlugOwl3Config
 from .media import MediaLayout
@@ -122,9 +122,9 @@ class VisualInputs:
         visual, ranges = state.visual_kv, []
         assert visual is not None
         state.rows_of(batch)
-        state.media_layout = state.media_layout.to(device)  # a patched model leaves it on the CPU
+        state.frame_facts = state.frame_facts.to(device)  # a patched model leaves it on the CPU
         for each in state.by_pass():
-            layout, rows = each.media_layout.to(device), each.rows_of(batch).to(device)
+            layout, rows = each.frame_facts.to(device), each.rows_of(batch).to(device)
             ranges.append(cls.units_of(layout, layout.sample_range[rows]))
         first, stop = (bound[rows] for bound in layout.rows(past_length, length))
         own = cls.units_of(layout, first), cls.units_of(layout, torch.maximum(first, stop))

@@ -116,13 +116,13 @@ def crop_frames(state: SequenceParallelCacheState, past_length: int, inclusive: 
     The frames are removed if the text that they came with is no longer in the cache, which was reset or cropped.
     `inclusive` says whether a placeholder attends to its own frame.
     """
-    layout = state.media_layout
+    layout = state.frame_facts
     if state.frames is None or layout is None:
         return
     if past_length <= layout.past_length:
         state.drop_frames()
     else:
-        state.media_layout = layout.cropped(past_length, inclusive)
+        state.frame_facts = layout.cropped(past_length, inclusive)
 
 
 def check_layout(layout: MediaLayout, batch: int, total_frames: int) -> None:

@@ -24,9 +24,9 @@ from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
-from mllm_seqpar.runtime.frames import VisualKVCache
+from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.text import select_logit_rows
-from mllm_seqpar.runtime.visual_features import fingerprint_of
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
 from .checkpoint import checkpoint_keys, complete_config, hub_options
@@ -259,7 +259,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             attach(cache, state, self.config.num_hidden_layers)
         visual = VisualKVCache(total, FrameSizes(total), tokens_per_frame, earlier=state.frames)
         state.store_frames(visual, batch, {fingerprint_of(frames)}, past_length)
-        state.media_layout = layout
+        state.frame_facts = layout
         return state
 
     @takes_cache

@@ -41,7 +41,7 @@ from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.loading import load_clean
-from mllm_seqpar.runtime.text import IGNORE, mean_over_targets, shifted, summed_cross_entropy
+from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, shifted, summed_cross_entropy
 
 from .configuration import VideoMllamaConfig
 

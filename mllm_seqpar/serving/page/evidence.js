@@ -24,7 +24,7 @@ function top(shares) {
   return [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1].find((limit) => limit >= Math.max(...shares) - 1e-9) ?? 1;
 }
 
-// Draws moments on the time line of a video of this many seconds; none: hides it.
+// Draws moments with their ranks on the time line of a video of this many seconds; none: hides it.
 export function showTimeline(moments, seconds) {
   $("timeline").hidden = !moments?.length || !(seconds > 0);
   $("bars").replaceChildren();
@@ -32,7 +32,7 @@ export function showTimeline(moments, seconds) {
   if ($("timeline").hidden) return;
   const limit = top(moments.map((moment) => moment.share));
   $("scale").textContent = `${100 * limit}%`;
-  for (const [rank, { start, end, share }] of moments.entries()) {
+  for (const { rank, start, end, share } of moments) {
     const bar = document.createElement("button");
     bar.type = "button";
     bar.title = `${clock(start)} to ${clock(end)}: ${percent(share)}`;
@@ -62,12 +62,15 @@ async function picture(image, path) {
   }
 }
 
-// Returns the list of moments of an answer about `file`; `choose` is called before one is played.
-export function momentList(moments, file, choose) {
+// Returns the list of moments of an answer about the files of `media`; `choose` is called before one is played, which only
+// those of the file that is shown are.
+export function momentList(moments, media, choose) {
+  const { files } = media;
   const made = document.createElement("div"), title = document.createElement("h3"), list = document.createElement("ul");
   made.className = "moments";
   title.textContent = "Moments that the answer attends to";
   for (const [rank, moment] of moments.entries()) {
+    const file = files[moment.medium ?? 0];
     const button = document.createElement("button"), shot = document.createElement("span"), image = document.createElement("img");
     const number = document.createElement("b"), when = document.createElement("span"), share = document.createElement("span");
     const item = document.createElement("li");
@@ -79,9 +82,13 @@ export function momentList(moments, file, choose) {
     number.textContent = rank + 1;
     share.textContent = percent(moment.share);
     shot.append(image, number);
-    when.append(`${clock(moment.start)} to ${clock(moment.end)}`, share);
+    when.append(`${clock(moment.start)} to ${clock(moment.end)}${files.length > 1 ? ` of ${file.name}` : ""}`, share);
     button.append(shot, when);
-    button.addEventListener("click", () => { choose(); seek(moment.start); });
+    button.addEventListener("click", () => {
+      if (file !== media.file) return;
+      choose();
+      seek(moment.start);
+    });
     const frame = (moment.end - moment.start) / (moment.last - moment.first + 1);
     picture(image, `v1/files/${file.id}/frame?seconds=${moment.start + (moment.peak - moment.first) * frame + 0.5 / file.fps}`);
     item.append(button);

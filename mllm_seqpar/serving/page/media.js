@@ -1,4 +1,4 @@
-// The video or image of the conversation: chosen or dropped, uploaded, shown.
+// The videos and images of the conversation: chosen or dropped, uploaded, the last of them shown.
 //
 // While a file is uploaded, or after its upload was refused, no question may be sent: the answer would be about nothing.
 // The user waits, tries again, or removes the file. A reload keeps the file, and its upload as long as the server has it.
@@ -16,7 +16,10 @@ export class Media {
   // `changed` is called when the state changes, with true if this is another file.
   constructor(changed) {
     this._changed = changed;
-    this.file = null; // {name, size, id, kind, seconds, fps}, and `chosen`, the file itself if this browser has it
+    // {name, size, id, kind, seconds, fps}, `since`, the number of complete turns before it was chosen, and `chosen`, the
+    // file itself if this browser has it.
+    this.file = null;
+    this.earlier = []; // files of earlier turns, all of them uploaded
     this.state = "none"; // none, uploading, ready, refused
     this.reason = "";
     setInterval(() => this.confirm(), USED);
@@ -32,21 +35,51 @@ export class Media {
     return "";
   }
 
-  choose(chosen) {
-    this._forget();
-    const kind = chosen.type.startsWith("image/") ? "image" : "video";
-    this.file = { name: chosen.name, size: chosen.size, chosen, id: null, kind, seconds: NaN, fps: NaN };
-    keepFile(chosen);
-    this._show();
-    return this.start(true);
+  // All files of the conversation, in their order.
+  get files() {
+    return this.file ? [...this.earlier, this.file] : [];
   }
 
-  remove() {
+  choose(chosen) {
     this._forget();
-    this.file = null;
-    keepFile(null);
+    this._drop(this.earlier.splice(0));
+    return this._take(chosen, 0, true);
+  }
+
+  // Shows a further file with the next question, after `turns` complete ones about the others.
+  follow(chosen, turns) {
+    this._release();
+    this.earlier.push(this.file);
+    this.file = null; // its upload stays
+    return this._take(chosen, turns, false);
+  }
+
+  // Begins a conversation about the last file alone.
+  begin() {
+    this._drop(this.earlier.splice(0));
+    if (!this.file) return;
+    this.file.since = 0;
     this._show();
-    this._to("none", true);
+    this._to(this.state);
+  }
+
+  // Removes the last file; the conversation stays if it has had at most `turns` turns, none of them about this file.
+  remove(turns) {
+    const unused = this.earlier.length > 0 && this.file.since >= turns;
+    this._forget();
+    if (!unused) this._drop(this.earlier.splice(0));
+    this.file = this.earlier.pop() ?? null;
+    keepFile(this.file?.chosen ?? null);
+    this._show();
+    this._to(this.file ? "ready" : "none", !unused);
+  }
+
+  _take(chosen, since, other) {
+    const kind = chosen.type.startsWith("image/") ? "image" : "video";
+    this.file = { name: chosen.name, size: chosen.size, chosen, id: null, kind, seconds: NaN, fps: NaN, since };
+    keepFile(chosen);
+    this._show();
+    return this.start(other);
   }
 
   // Shows the file of before a reload; `confirm` then asks the server for its upload.
@@ -54,6 +87,7 @@ export class Media {
     const kept = saved("file"), chosen = kept && (await keptFile());
     if (!kept || this.file) return; // without a file, or another one was chosen meanwhile
     this.file = { ...kept, chosen };
+    this.earlier = saved("earlier") ?? [];
     this._show();
     if (kept.id) this._to("ready");
     else if (chosen) this.start();
@@ -63,6 +97,7 @@ export class Media {
   // Asks the server whether it still has the upload.
   async confirm() {
     const id = this.file?.id;
+    for (const file of this.earlier) call(`v1/files/${file.id}`).catch(() => {}); // it is still used
     if (!id || this.state === "uploading") return;
     try {
       await call(`v1/files/${id}`);
@@ -106,10 +141,11 @@ export class Media {
     this._to("refused");
   }
 
-  // The part of a message that shows the file, of a video with these frames; null without a file.
-  part(frames) {
-    if (!this.file) return null;
-    return { type: "file", file: { file_id: this.file.id, ...(this.file.kind === "video" ? frames : {}) } };
+  // The parts of the files that were chosen after so many complete turns, or before the last of `turns` if this is that
+  // one; of videos with these frames.
+  parts(turn, turns, frames) {
+    const shown = this.files.filter((file) => Math.min(file.since, turns) === turn);
+    return shown.map(({ id, kind }) => ({ type: "file", file: { file_id: id, ...(kind === "video" ? frames : {}) } }));
   }
 
   _discard(id) {
@@ -121,9 +157,17 @@ export class Media {
     if (this.file) this.file.id = null;
   }
 
+  _drop(files) {
+    for (const file of files) this._discard(file.id);
+  }
+
   _forget() {
     this._controller?.abort();
     this._delete();
+    this._release();
+  }
+
+  _release() {
     if (this._url) URL.revokeObjectURL(this._url);
     this._url = null;
   }
@@ -132,6 +176,7 @@ export class Media {
     this.state = state;
     const { chosen, ...kept } = this.file ?? {};
     save("file", this.file && kept);
+    save("earlier", this.earlier.length ? this.earlier.map(({ chosen: _, ...others }) => others) : null);
     $("upload").hidden = state !== "uploading";
     $("again").hidden = state !== "refused" || !this.file.chosen;
     const missing = this.file && !this.file.chosen;
@@ -168,6 +213,7 @@ export class Media {
     $("name").textContent = $("name").title = file.name;
     const facts = [size(file.size)];
     if (file.seconds > 0) facts.unshift(clock(Math.round(file.seconds)));
+    if (this.earlier.length) facts.push(`after ${this.earlier.map(({ name }) => name).join(", ")}`);
     $("details").textContent = facts.join(", ");
   }
 }

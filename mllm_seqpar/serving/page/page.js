@@ -60,6 +60,8 @@ function refresh() {
   for (const made of $("messages").querySelectorAll("button.change")) made.disabled = busy;
   $("welcome").hidden = $("messages").childElementCount > 0;
   $("reset").disabled = $("messages").childElementCount === 0;
+  $("further").hidden = media.state !== "ready" || completed() <= media.file.since;
+  $("further").disabled = busy;
   if (obstacle || restored) say(obstacle, media.state === "refused");
   persist();
 }
@@ -97,15 +99,21 @@ function frames() {
   return Object.fromEntries(Object.entries(chosen).filter(([, value]) => value !== null));
 }
 
+function completed() {
+  return turns.filter((turn) => turn.complete).length;
+}
+
 function request(question) {
-  const messages = [];
-  for (const turn of turns.filter((turn) => turn.complete)) {
-    messages.push({ role: "user", content: [{ type: "text", text: turn.question }] });
+  const messages = [], complete = turns.filter((turn) => turn.complete), shown = frames();
+  const asked = (text, turn) => {
+    const parts = media.parts(turn, complete.length, shown);
+    messages.push({ role: "user", content: [...parts, { type: "text", text }] });
+  };
+  for (const [number, turn] of complete.entries()) {
+    asked(turn.question, number);
     messages.push({ role: "assistant", content: turn.text });
   }
-  messages.push({ role: "user", content: [{ type: "text", text: question }] });
-  const part = media.part(frames());
-  if (part) messages[0].content.unshift(part);
+  asked(question, complete.length);
   if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value.trim() });
   const body = { model, messages, stream: true, stream_options: { include_usage: true }, evidence: MOMENTS };
   if (number("temperature") !== null) body.temperature = number("temperature");
@@ -182,8 +190,10 @@ class Turn {
       this._end();
       if (note) add(this.item, "p", "note", note);
       if (moments.length && media.file) {
-        const show = () => showTimeline(moments, media.file.seconds);
-        this.item.append(momentList(moments, media.file, show));
+        const ranked = moments.map((moment, rank) => ({ rank, ...moment }));
+        const shown = () => ranked.filter(({ medium }) => media.files[medium ?? 0] === media.file);
+        const show = () => showTimeline(shown(), media.file.seconds);
+        this.item.append(momentList(moments, media, show));
         show();
       }
       const foot = add(this.item, "p", "foot");
@@ -292,10 +302,11 @@ async function ask(question, from = turns.length, replaced = turns.slice(from)) 
 
 function fail(error, turn) {
   if (error.name !== "AbortError") {
-    const forgotten = media.file?.id && error.message.includes(media.file.id);
-    if (forgotten) media.forgotten();
+    const forgotten = media.files.find(({ id }) => id && error.message.includes(id));
+    if (forgotten && forgotten === media.file) media.forgotten();
     if ([401, 404].includes(error.status)) connect(); // the server may have been started again, with other options
-    turn.fail(forgotten ? `The server does not have ${media.file.name} any more. Upload it again first.` : error.message);
+    const remedy = forgotten === media.file ? "Upload it again first." : "Choose the files again in a new conversation.";
+    turn.fail(forgotten ? `The server does not have ${forgotten.name} any more. ${remedy}` : error.message);
   } else if (turn.text) {
     turn.finish({ moments: [], note: "Stopped." });
   } else {
@@ -382,15 +393,20 @@ document.addEventListener("keydown", (pressed) => {
 });
 $("keep").addEventListener("click", stopEditing);
 $("stop").addEventListener("click", () => answering?.abort());
-$("reset").addEventListener("click", () => { reset(); $("question").focus(); });
+$("reset").addEventListener("click", () => { media.begin(); reset(); $("question").focus(); });
 
 for (const idea of IDEAS) {
   button($("ideas"), idea, () => { $("question").value = idea; grow(); enable(); $("question").focus(); });
 }
 
 $("file").addEventListener("change", () => { if ($("file").files[0]) media.choose($("file").files[0]); });
+$("next").addEventListener("change", () => {
+  if ($("next").files[0]) media.follow($("next").files[0], completed());
+  $("next").value = "";
+});
+$("further").addEventListener("click", () => $("next").click());
 $("again").addEventListener("click", () => media.start());
-$("remove").addEventListener("click", () => media.remove());
+$("remove").addEventListener("click", () => media.remove(completed()));
 addEventListener("beforeunload", (unloading) => {
   if (answering || media.state === "uploading") unloading.preventDefault(); // what is not complete is lost
   persist();

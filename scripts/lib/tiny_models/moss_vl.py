@@ -107,6 +107,23 @@ def inputs_of(case: Case, model: Any) -> dict[str, Any]:
     return case.prepared(inputs, model)
 
 
+def with_blank_images(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return the inputs in the processor's form: each sample without media has an image of zeros, which is hidden."""
+    samples = len(inputs["input_ids"])
+    grid = inputs.get("grid_thw", torch.zeros(0, 3, dtype=torch.long))
+    pixels, media = inputs.get("pixel_values", torch.zeros(0, values_of(model))), [0] * samples
+    media = inputs.get("media_nums_per_sample", media)
+    parts, grids = [], []
+    for own in grid.split(media):
+        patches, pixels = pixels.tensor_split([int(own.prod(1).sum())])
+        parts.append(patches if len(own) else torch.zeros(16, values_of(model)))
+        grids.append(own if len(own) else torch.tensor([[1, 4, 4]]))
+    hidden = torch.ones(samples, 1, inputs["input_ids"].shape[1], 1, dtype=torch.bool)
+    found = {"pixel_values": torch.cat(parts), "grid_thw": torch.cat(grids)}
+    found["media_nums_per_sample"] = [max(1, count) for count in media]
+    return inputs | found | {"cross_attention_mask": inputs.get("cross_attention_mask", hidden)}
+
+
 def values_of(model: Any) -> int:
     """Return the number of values of a patch."""
     return 3 * int(model.config.vision.patch_size) ** 2

@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mllm_seqpar.comm.backends import release_gloo_at_exit
+from mllm_seqpar.comm.gloo_exit import release_gloo_at_exit
 
 WORLD = 2
 EXPECTED = {"group referenced": 0, "group destroyed and referenced": 0, "unfinished handles": 0}

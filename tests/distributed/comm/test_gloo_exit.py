@@ -12,7 +12,7 @@ from gloo_exit_ranks import EXPECTED, WORLD
 
 from launch import PYTHON
 from mllm_seqpar import patch_model
-from mllm_seqpar.comm.backends import release_gloo_at_exit, wait_for_gloo_threads
+from mllm_seqpar.comm.gloo_exit import release_gloo_at_exit, wait_for_gloo_threads
 from tiny_models.mplug_owl3 import tiny_model
 
 SCRIPT = Path(__file__).with_name("gloo_exit_ranks.py")

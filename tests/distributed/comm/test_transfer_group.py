@@ -24,7 +24,7 @@ from mllm_seqpar.comm import (
     ProcessGroupCommunicator,
     Subgroup,
     as_communicator,
-    backends,
+    nccl_settings,
     process_group,
     transfer_communicator,
 )
@@ -288,8 +288,8 @@ def test_group_itself_has_control_if_a_rank_has_no_gloo() -> None:
 
 def warnings_of_two_patches(rank: int, world: int, nccl: bool) -> list[str]:
     messages: list[str] = []
-    log = logging.getLogger("mllm_seqpar.comm.backends")
-    backends.warn_about_settings.cache_clear()
+    log = logging.getLogger("mllm_seqpar.comm.nccl_settings")
+    nccl_settings.warn_about_settings.cache_clear()
     with (
         mock.patch.object(ProcessGroupCommunicator, "uses_nccl", nccl),
         mock.patch.object(log, "warning", lambda text, *args: messages.append(text % args)),

@@ -17,7 +17,7 @@ from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.errors import AgreementError, ConfigError
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.ask import ask
-from mllm_seqpar.inference.engine import Job
+from mllm_seqpar.inference.job import Job
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.jobs import joined_worker
 from ranks import ranks

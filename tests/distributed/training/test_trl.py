@@ -128,7 +128,7 @@ EVALUATION |= {"eval_strategy": "steps", "per_device_eval_batch_size": 1, "num_t
 CASES = [
     *((family, kind, {"collator": True}) for family in FAMILIES for kind in ("sft", "dpo")),
     *((family, "sft", {"collator": True, "media": "videos"}) for family in FAMILIES),
-    *((family, "sft", {}) for family in ("mplug_owl3", "mllama", "moss_vl", *QWENS)),
+    *((family, "sft", {}) for family in ("mplug_owl3", "mllama", "moss_vl", "video_mllama", *QWENS)),
     *(("mplug_owl3", kind, {"media": "none"}) for kind in ("sft", "dpo")),
     *((family, "dpo", {"collator": True, "lora": True}) for family in ("mplug_owl3", *QWENS)),
     *((family, kind, {"media": "none"}) for family in QWENS for kind in ("sft", "dpo")),

@@ -18,8 +18,8 @@ from mllm_seqpar.errors import ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import VisualKVCache
 from mllm_seqpar.runtime.projections import FunctionProjection
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes, frame_range
 from tolerances import EXACT, relative_error
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mllm_seqpar.comm import Recv, Send
-from mllm_seqpar.comm.backends import setting_problems
+from mllm_seqpar.comm.nccl_settings import setting_problems
 from mllm_seqpar.comm.process_group import message_rounds
 
 Counts = dict[tuple[int, int], int]

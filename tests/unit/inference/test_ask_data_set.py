@@ -74,11 +74,11 @@ def test_groups_of_ranks_answer_as_one_process_and_go_on_where_they_stopped(
     # A crash after two answers of each group, in the middle of a line.
     asked, whole = [], Answerer._line
 
-    def stopping(self: Answerer, conversation: Any, question: Any, fault: Any) -> Any:
+    def stopping(self: Answerer, question: Any, outcome: Any) -> Any:
         if len(asked) == 8:
             raise RuntimeError("the machine stops")
         asked.append(question.index)
-        return whole(self, conversation, question, fault)
+        return whole(self, question, outcome)
 
     monkeypatch.setattr(Answerer, "_line", stopping)
     assert any(run(4, *source, "--output", four, "--sp", 2))
@@ -90,7 +90,7 @@ def test_groups_of_ranks_answer_as_one_process_and_go_on_where_they_stopped(
     assert 0 < len(done) < 5
 
     asked = []
-    monkeypatch.setattr(Answerer, "_line", lambda *args: (asked.append(args[2].index), whole(*args))[1])
+    monkeypatch.setattr(Answerer, "_line", lambda *args: (asked.append(args[1].index), whole(*args))[1])
     assert run(2, *source, "--output", four, "--sp", 1) == [None, None]
     assert sorted(asked) == sorted(set(range(7)) - done)
     assert answers(four) == lines

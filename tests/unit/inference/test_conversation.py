@@ -293,13 +293,15 @@ def test_later_turns_show_further_media(case: Case) -> None:
             if media > len(conversation.sources):
                 conversation = conversation.followed_by(sources[media - 1 : media])
             prompt = conversation.prompt(messages[:stop])
-            found.append(conversation.answer(prompt, Sampling(max_new_tokens=4)))
+            found.append(conversation.answer(prompt, Sampling(max_new_tokens=4), evidence=9))
         for question in ("Other?", QUESTIONS[1]):  # goes back to before the second video, which is not encoded again
             changed = [*messages[:2], user(question, "video"), *messages[3:]]
             found.append(conversation.answer(conversation.prompt(changed), Sampling(max_new_tokens=4)))
+        conversation = Conversation(model, processor, sources, batch=2)
+        found.append(conversation.answer(conversation.prompt(messages), Sampling(max_new_tokens=4), evidence=9))
         return found
 
-    if not chat_family(processor).appends_media:
+    if not chat_family(processor).appends_media(load_model(str(case[0]))):
         with pytest.raises(ConfigError, match="cannot follow"):
             run_loopback(1, body)
         return
@@ -307,10 +309,12 @@ def test_later_turns_show_further_media(case: Case) -> None:
         unpatched(case, messages[:stop], 4, sources[:count]) for stop, count in ((1, 1), (3, 2), (5, 2), (7, 3))
     ]
     changed = [*messages[:2], user("Other?", "video"), *messages[3:]]
-    expected += [unpatched(case, changed, 4, sources), expected[-1]]
+    expected += [unpatched(case, changed, 4, sources), expected[-1], expected[-1]]
     for ranks in (1, 3):
         for replies in run_loopback(ranks, body):
             assert [reply.tokens for reply in replies] == expected
+            continued, fresh = (torch.tensor(reply.evidence.shares) for reply in (replies[3], replies[-1]))
+            torch.testing.assert_close(continued, fresh, atol=1e-5, rtol=0)
             before = [0, *(reply.prompt_tokens for reply in replies[:3])]
             assert all(reply.cached_tokens >= past for reply, past in zip(replies[:4], before, strict=True))
             assert replies[4].cached_tokens and replies[5].cached_tokens

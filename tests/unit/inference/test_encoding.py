@@ -4,18 +4,20 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
-from mllm_seqpar.data import FrameSource, chat_family
+from mllm_seqpar.data import FrameChoice, FrameSource, VideoSource, chat_family
 from mllm_seqpar.errors import AgreementError, ConfigError, VideoError
-from mllm_seqpar.inference import EncodedVideo, encode_video, encoding
-from mllm_seqpar.inference.engine import tried
+from mllm_seqpar.inference import Encoded, encode, encoding
+from mllm_seqpar.inference.engine import Engine
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard, frame_spans, in_frame_order
 from model_copies import tiny_model
@@ -80,14 +82,12 @@ class CountingProcessor(MPlugOwl3Processor):
 
 def test_at_most_two_batches_of_pixels_exist() -> None:
     processor, progress = CountingProcessor(), []
-    video = encode_video(
-        tiny_model(), processor, RandomPictures(30), batch=4, progress=lambda *now: progress.append(now)
-    )
+    video = encode(tiny_model(), processor, RandomPictures(30), batch=4, progress=lambda *now: progress.append(now))
     assert 4 <= processor.most <= 8
     assert processor.alive == 0
     assert progress == [(done, 30) for done in (*range(0, 30, 4), 30)]
     assert video.shard == FrameShard(0, 30, 30) and video.visual_tokens == 30 * TOKENS_PER_FRAME
-    assert EncodedVideo(torch.zeros(7, 5), FrameShard(0, 2, 2)).visual_tokens == 7  # images of different sizes
+    assert Encoded(torch.zeros(7, 5), FrameShard(0, 2, 2)).visual_tokens == 7  # images of different sizes
     assert torch.allclose(video.features, encoded_at_once(RandomPictures(30)), atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_unusable_sources_are_refused() -> None:
         (VideoError, "ended after 3 of 5 frames", RandomPictures(5, missing=2), 16),
     ):
         with pytest.raises(kind, match=message):
-            encode_video(tiny_model(), tiny_processor(), source, batch=batch)
+            encode(tiny_model(), tiny_processor(), source, batch=batch)
 
 
 @pytest.mark.parametrize(("world", "frames"), [(1, 11), (2, 2), (3, 11), (4, 2)])
@@ -107,7 +107,7 @@ def test_each_rank_encodes_its_frames(world: int, frames: int) -> None:
 
     def encoded(comm: Communicator) -> tuple[Tensor, FrameShard, list[int]]:
         progress: list[int] = []
-        video = encode_video(
+        video = encode(
             tiny_model(),
             tiny_processor(),
             source,
@@ -133,7 +133,7 @@ def test_an_unreadable_frame_stops_all_ranks_within_one_batch() -> None:
     def failed(comm: Communicator) -> Exception | None:
         progress = (lambda done, total: rounds.append(done)) if comm.rank == 0 else None
         options = {"group": comm, "batch": 3, "progress": progress}
-        return attempt(lambda: encode_video(tiny_model(), tiny_processor(), source, **options))[1]
+        return attempt(lambda: encode(tiny_model(), tiny_processor(), source, **options))[1]
 
     errors = run_loopback(3, failed)
     assert [type(error) for error in errors] == [AgreementError, AgreementError, VideoError]
@@ -148,9 +148,17 @@ def test_rank_that_fails_within_a_gather_of_weights_exchanges_nothing_more(monke
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    no_group: Any = None
+    engine: Any = Engine.__new__(Engine)  # without a group
     encoder = encoding._Encoder(tiny_model(), chat_family(tiny_processor()), 2, False)
     monkeypatch.setattr(encoder, "_collective", True)
     monkeypatch.setattr(encoder, "_run", fail)
     with pytest.raises(RuntimeError, match="sharded weights: no memory"):
-        tried(no_group, "media", lambda: encoder.encode(None))
+        engine.settled(lambda: encoder.encode(None))
+
+
+def test_clip_is_opened_and_encoded_as_its_source(inference_files: Path) -> None:
+    path, model, processor = str(inference_files / "clip.mp4"), tiny_model(), tiny_processor()
+    frames = FrameChoice(num_frames=3)
+    from_clip = encode(model, processor, Clip.of_file("video", path, frames))
+    from_source = encode(model, processor, VideoSource.open(path, num_frames=3))
+    assert from_clip.frames == 3 and torch.equal(from_clip.features, from_source.features)

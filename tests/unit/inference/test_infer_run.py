@@ -17,7 +17,7 @@ from mllm_seqpar.inference import Sampling, answer, encode_video, load_for_infer
 from mllm_seqpar.inference.arguments import parse
 from mllm_seqpar.inference.ask import ask as ask_command
 from mllm_seqpar.inference.ask import ask_videos
-from mllm_seqpar.inference.encoding import PARTS, EncodedVideo
+from mllm_seqpar.inference.encoding import PARTS, Encoded
 from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard
@@ -194,7 +194,7 @@ def test_features_of_another_video_are_not_overwritten(inference_files: Path, tm
 
 
 def test_saved_video_does_not_replace_another_one(tmp_path: Path) -> None:
-    features = EncodedVideo(torch.zeros(2, 1, 4), FrameShard(0, 2, 2))
+    features = Encoded(torch.zeros(2, 1, 4), FrameShard(0, 2, 2))
     comm = as_communicator("self")
     for digest in ("x", "x", None):
         save_video(str(tmp_path), features, comm, {"source_digest": digest, "source_size": 7})

@@ -48,7 +48,8 @@ def test_launches_of_a_block_do_not_depend_on_its_mask(capability):
             found[name] = count(q, k, v, do, mask)
     assert all(forward <= FORWARD and backward <= BACKWARD for forward, backward in found.values()), found
     assert len({found[name][0] for name in masks() if name != "none"}) == 1, found
-    backward = [found[name][1] for name in masks() if name != "none"]
+    # A range that all rows share needs no mask, and goes to another kernel.
+    backward = [found[name][1] for name in masks() if name not in ("none", "one range for all rows")]
     assert max(backward) <= min(backward) + 2, found  # lse and delta of some rows are copied
 
 

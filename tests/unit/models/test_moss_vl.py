@@ -18,7 +18,7 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.errors import ConfigError, DataError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.models.moss_vl import MossVLConfig, MossVLForConditionalGeneration
 from moss_vl_reference import positions_of, sample_logits
-from tiny_models.moss_vl import IMAGE, Case, inputs_of, tiny_config, tiny_model
+from tiny_models.moss_vl import IMAGE, Case, inputs_of, tiny_config, tiny_model, with_blank_images
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 CASES = {
@@ -85,6 +85,29 @@ def test_positions_grow_by_the_longer_side_of_each_frame() -> None:
     text, visual = positions_of([7, IMAGE, 7, 7], IMAGE, [(2, 3)])
     assert text[0].tolist() == [0, 4, 5, 6]
     assert visual.T.tolist() == [[1, 1, 1], [1, 1, 2], [1, 1, 3], [1, 2, 1], [1, 2, 2], [1, 2, 3], [4, 4, 4]]
+
+
+@pytest.mark.parametrize("places", [[0, 1, 6], [5, 6, 7], [0, 7], [3, 4, 5]])
+def test_frames_may_begin_end_and_follow_one_another_in_a_text(model: Any, places: list[int]) -> None:
+    inputs = inputs_of(Case(frames=(tuple([(2, 2), (4, 6), (6, 2)][: len(places)]),), length=8, labels=None), model)
+    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 7)
+    ids[0, places] = IMAGE
+    counts = (ids == IMAGE).long().cumsum(1)
+    given = inputs | {"input_ids": ids, "cross_attention_mask": counts}
+    torch.testing.assert_close(
+        model(**given).logits, torch.stack(logits_of_samples(model, given)), atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["text only", "text sample first", "text sample last", "text sample in the middle"])
+def test_blank_images_of_texts_without_media_have_no_effect(model: Any, name: str) -> None:
+    inputs = inputs_of(replace(CASES[name], labels=None), model)
+    given, real = with_blank_images(inputs, model), _mask(inputs)
+    expected, found = (model(**x, use_cache=False).logits for x in (inputs, given))
+    torch.testing.assert_close(found[real], expected[real])
+    options = GREEDY | {"suppress_tokens": [IMAGE]}
+    if "padding" not in name and inputs.get("attention_mask", torch.ones(1, 1))[:, -1].all():
+        assert torch.equal(*(model.generate(**x, **options) for x in (inputs, given)))
 
 
 def test_padding_of_the_visual_sequences_has_no_effect() -> None:
@@ -195,6 +218,11 @@ class TestInputs:
         expected = model(**inputs).logits
         assert torch.equal(model(**inputs, position_ids=layout.positions).logits, expected)
         assert not torch.equal(model(**inputs, position_ids=layout.positions * 2).logits, expected)
+
+    def test_packed_positions_are_refused(self, model: Any) -> None:
+        packed = torch.cat([torch.arange(5), torch.arange(4)])[None]
+        with pytest.raises(ShapeError, match="begin again within a text, as those of packed sequences"):
+            model(torch.arange(5, 14)[None], position_ids=packed)
 
     def test_embeddings_take_the_place_of_token_ids(self, model: Any) -> None:
         inputs = inputs_of(MIXED, model)

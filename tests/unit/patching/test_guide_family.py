@@ -28,7 +28,7 @@ from mllm_seqpar.data import chat_family
 from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation
-from mllm_seqpar.integrations.transformers.inputs import text_arguments
+from mllm_seqpar.integrations.transformers.family import text_arguments
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import registry
 from mllm_seqpar.planner.model_sizes import read_model

@@ -90,11 +90,14 @@ MOSS_TOWER = {"hidden_size": 1152, "depth": 27, "num_heads": 16, "intermediate_s
 MOSS_TOWER |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
 MOSS_TOWER |= {"patch_size": 16, "spatial_merge_size": 2}
 MOSS = {"model_type": "moss_vl", "text_config": MOSS_TEXT, "vision_config": MOSS_TOWER}
+PREVIEW = {"model_type": "mllama", "architectures": ["VideoMllamaForConditionalGeneration"]}
+PREVIEW |= {"vision_config": {"image_size": 560}}
 HF_CONFIGS = {
     "moss_vl_11b": MOSS,
     "mplug-owl3-7b": OWL,
     "idefics-9b": IDEFICS | {"vision_config": {"embed_dim": 1280}},
     "llama-3.2-11b-vision": {"model_type": "mllama", "vision_config": {"image_size": 560}},
+    "moss-video-preview-11b": PREVIEW,
     "open-flamingo-3b": FLAMINGO | {"text_config": MPT},
     "open-flamingo-4b": FLAMINGO
     | {"cross_attn_every_n_layers": 2, "text_config": NEOX | {"model_type": "gpt_neox", "vocab_size": 50280}},
@@ -178,6 +181,18 @@ def test_parameters_and_keys_of_moss_vl_are_those_of_the_real_class(tmp_path: Pa
     assert (larger.vision.tokens, larger.vision.keys) == (44 * 80, 22 * 40 + 1)
     with pytest.raises(ConfigError, match="frame_tokens: 1 is not above the 1 separators"):
         sizes.with_frame_tokens(1)
+
+
+def test_parameters_and_keys_of_moss_video_preview_are_those_of_the_real_class() -> None:
+    from mllm_seqpar.models.video_mllama import VideoMllamaConfig, VideoMllamaForConditionalGeneration
+
+    config = VideoMllamaConfig(vision_config=PREVIEW["vision_config"])
+    with torch.device("meta"):
+        model = VideoMllamaForConditionalGeneration(config)
+    sizes = read_model(find_file("model", "moss-video-preview-11b"))
+    assert sizes.parameters == pytest.approx(sum(x.numel() for x in model.parameters()), rel=0.012)
+    assert sizes.vision.keys == config.tokens_per_frame == 101
+    assert sizes.vision.tokens == config.patches_per_side**2 + 8
 
 
 def test_default_configurations_of_transformers_are_read(tmp_path: Path) -> None:

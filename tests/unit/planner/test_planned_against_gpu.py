@@ -11,6 +11,7 @@ from launch import ROOT
 from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.call_cost import AttentionCall
 from mllm_seqpar.planner.cluster import Passes
+from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import attention_selection, step_parts
 from mllm_seqpar.planner.workload import Workload
@@ -48,6 +49,31 @@ def test_passes_are_planned_as_measured(row: dict[str, Any]) -> None:
         parts = planned(row, trained="language", checkpointing=True, recompute=row["mode"] == "patched")
     del parts["vision tower"]
     assert sum(x.seconds for x in parts.values()) * 1e3 == pytest.approx(row["ms"], rel=ALLOWED)
+
+
+def has_a_peak(row: dict[str, Any]) -> bool:
+    return row["mode"] != "unpatched" and "peak_gib" in row
+
+
+@pytest.mark.parametrize("row", rows("pass", has_a_peak))
+def test_peaks_are_planned_as_measured(row: dict[str, Any]) -> None:
+    """The measured peaks are those above the weights, the gradients and the features."""
+    options: dict[str, Any] = {"trained": "none"}
+    if row["run"] == "step":
+        options = {"trained": "language", "checkpointing": True, "recompute": row["mode"] == "patched"}
+    workload = Workload(
+        model=OWL,
+        frames=row["frames"],
+        text=row["text"],
+        gpus=1,
+        parameter=2,
+        optimizer=0,
+        vision_chunk_size=1,
+        **options,
+    )
+    kinds = peak_memory(workload, ParallelSpec("lv-xattn", (1, 1)))
+    given = kinds["parameters"] + kinds["gradients"] + workload.features_bytes
+    assert sum(kinds.values()) == pytest.approx(given + row["peak_gib"] * 2**30, rel=ALLOWED)
 
 
 @pytest.mark.parametrize("row", rows("tower"))

@@ -16,12 +16,13 @@ from mllm_seqpar.inference.attention_record import AttentionRecord
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
-from mllm_seqpar.runtime.frames import Frames, VisualKVCache
+from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.runtime.offload import HostFeatures
 from mllm_seqpar.runtime.projections import KVProjection
 from mllm_seqpar.runtime.sharded_call import sharded_call
 from mllm_seqpar.runtime.text import TextShards
 from mllm_seqpar.runtime.visual_features import VisualFeatures
+from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameSizes, frame_range, take_spans
 
 F64 = torch.float64

@@ -12,15 +12,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mllm_seqpar.attention.keys import cast_for_attention
-from mllm_seqpar.checkpointing import AutocastState
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.integrations.transformers.family import mask_over_samples
 from mllm_seqpar.masks import BlockMask
+from mllm_seqpar.masks.frame_mask import mask_over_samples
+from mllm_seqpar.recomputation import AutocastState
+from mllm_seqpar.runtime.checksums import checksum, sampled_bits, sampling_step
 from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.star import StarText, block_length
-from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts, sharded_causal_lm_loss, shifted
-from mllm_seqpar.runtime.visual_features import checksum, sampled_bits, sampling_step
+from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts
 
 
 def test_packed_sequences_start_where_positions_are_not_consecutive() -> None:

@@ -192,6 +192,13 @@ def test_kernels_that_are_not_installed_start_no_process(script, monkeypatch) ->
     assert all(row.ok is None and row.found for row in rows) and "is not installed" in rows[2].found
 
 
+def test_parts_without_a_model_do_not_import_transformers() -> None:
+    """Each part runs in processes of its own, which would all wait for it."""
+    code = "import gpu_check, gpu_checks.kernels, gpu_checks.attention, sys; print('transformers' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
+
+
 def test_processes_that_hang_are_killed_after_another_one_failed(script) -> None:
     run_ranks = script("gpu_checks.processes").run_ranks
     code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('found it'); time.sleep(60)"

@@ -16,8 +16,8 @@ from mllm_seqpar.errors import NonFiniteLogitsError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.evidence import Evidence, Moment
 from mllm_seqpar.inference.generation import Answer
+from mllm_seqpar.inference.job import JobError, Outcome
 from mllm_seqpar.serving.app import Service, make_app
-from mllm_seqpar.serving.jobs import JobError, Outcome
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.request_queue import RequestQueue
 

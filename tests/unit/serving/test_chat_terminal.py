@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from mllm_seqpar.inference.encoding import Interrupted
-from mllm_seqpar.inference.engine import Job
+from mllm_seqpar.inference.job import Job, JobError
 from mllm_seqpar.serving.chat import _NAMES, Terminal
-from mllm_seqpar.serving.jobs import JobError
 from mllm_seqpar.serving.line_editing import completions, history_file
 
 SCRIPT = """

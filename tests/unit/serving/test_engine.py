@@ -20,12 +20,13 @@ from mllm_seqpar.errors import NonFiniteLogitsError, SeqParError, VideoError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation, LengthError
 from mllm_seqpar.inference.encoding import Interrupted
-from mllm_seqpar.inference.engine import Engine, Job
+from mllm_seqpar.inference.engine import Engine
 from mllm_seqpar.inference.generation import Answer
+from mllm_seqpar.inference.job import Job, JobError, Outcome
 from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.serving.chat import ChatOptions
-from mllm_seqpar.serving.jobs import JobError, Outcome, Worker
+from mllm_seqpar.serving.jobs import Worker
 
 pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
@@ -54,8 +55,11 @@ def job(*media: Clip, question: str = "What is it?", sampling: Sampling = FEW) -
 
 
 def answer(engine: Engine, asked: Job, **options: Any) -> Answer:
-    conversation, text = engine.prepare(asked, **options)
-    return conversation.answer(text, asked.sampling, evidence=asked.evidence)
+    (found,) = engine.answers([asked], encode=lambda conversation: conversation.encode(*options.values()))
+    if isinstance(found, JobError):
+        raise found.cause
+    assert isinstance(found, Answer)
+    return found
 
 
 def run(worker: Worker, asked: Job, **options: Any) -> Answer:
@@ -153,12 +157,12 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
             (job(video, question="<|im_end|>"), None),
         ):
             with pytest.raises(SeqParError) as error:
-                engine.prepare(asked, interrupted=interrupted)
+                answer(engine, asked, progress=None, interrupted=interrupted)
             found.append(type(error.value))
         again = answer(engine, job(video), progress=lambda *_: calls.append(1))
         other = job(Clip.of_file("video", video.source, FrameChoice(num_frames=4)))
         with pytest.raises(SeqParError) as error:
-            engine.prepare(other, interrupted=(lambda: True) if first_rank else None)
+            answer(engine, other, progress=None, interrupted=(lambda: True) if first_rank else None)
         found.append(type(error.value))
         return found, again
 
@@ -242,7 +246,7 @@ def test_error_before_the_first_pass_is_an_error_of_the_job(
         expected = run(worker, job(video)).tokens
         with pytest.raises(JobError, match="strictly positive float") as raised:
             run(worker, job(video, sampling=refused))
-        assert raised.value.outcome is Outcome.REFUSED
+        assert raised.value.outcome is Outcome.INVALID
         assert run(worker, job(video), progress=lambda *_: encoded.append(1)).tokens == expected
 
     on_ranks(world, inference_files / "gated", body)

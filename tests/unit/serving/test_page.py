@@ -229,6 +229,75 @@ def test_conversation_video_and_draft_stay_after_a_reload(service: SimpleNamespa
     assert page.value("messages.childElementCount") == 0
 
 
+def further(page: Page, clip: Path) -> None:
+    """Choose a further file for the next question."""
+    other = clip.with_name("other.mp4")
+    other.write_bytes(clip.read_bytes())
+    page.wait("!document.getElementById('further').hidden", 20)
+    page.choose_file("#next", other)
+    page.wait("document.getElementById('details').textContent.startsWith('0:04')", 30)
+    page.wait("document.getElementById('name').textContent === 'other.mp4'", 30)
+    page.wait("document.getElementById('upload').hidden", 30)
+
+
+def test_further_video_is_shown_with_the_next_question(service: SimpleNamespace, page: Page, clip: Path) -> None:
+    """Each request shows each video before the question that it was chosen for, also after a reload."""
+
+    def shown() -> list[list[str]]:
+        messages = [x for x in service.worker.jobs[-1].messages if x["role"] == "user"]
+        return [[part["type"] for part in message["content"]] for message in messages]
+
+    assert page.value("document.getElementById('further').hidden")
+    choose(page, clip)
+    submit(page, "What is it?")
+    answered(page, 1)
+    first = service.worker.jobs[-1].media
+    further(page, clip)
+    assert asked_and_answered(page) == ["What is it?", "One two three"]
+    assert page.value("document.getElementById('details').textContent").endswith("after clip.mp4")
+    assert page.value("document.getElementById('further').hidden")
+    submit(page, "And this?")
+    answered(page, 2)
+    assert shown() == [["video", "text"], ["video", "text"]]
+    both = service.worker.jobs[-1].media
+    assert both[:1] == first and len(both) == 2 and both[1] != both[0]
+    reload(page)
+    answered(page, 2)
+    submit(page, "And now?")
+    answered(page, 3)
+    assert shown() == [["video", "text"], ["video", "text"], ["text"]] and service.worker.jobs[-1].media == both
+    assert page.value("document.querySelector('.when').textContent").startswith("0:02 to 0:04 of clip.mp4")
+    click(page, "Edit", 0)  # which removes the turns after it, so the further video is shown with this question
+    submit(page, "Which?")
+    page.wait("document.querySelectorAll('.user').length === 1 && document.querySelectorAll('.foot').length === 1", 20)
+    assert shown() == [["video", "video", "text"]]
+    assert page.errors[1:] == []  # the first one is the missing key
+
+
+def test_further_video_can_be_removed_before_it_is_asked_about(
+    service: SimpleNamespace, page: Page, clip: Path
+) -> None:
+    choose(page, clip)
+    submit(page, "What is it?")
+    answered(page, 1)
+    further(page, clip)
+    page.value("document.getElementById('remove').click(); null")
+    assert page.value("document.getElementById('name').textContent") == "clip.mp4"
+    submit(page, "And now?")
+    answered(page, 2)
+    assert len(service.worker.jobs[-1].media) == 1 and len(service.client.files.list().data) == 1
+    further(page, clip)
+    submit(page, "And this?")
+    answered(page, 3)
+    page.value("document.getElementById('reset').click(); null")  # the next conversation is about the last video
+    submit(page, "What is it?")
+    answered(page, 1)
+    assert len(service.worker.jobs[-1].media) == 1
+    assert [file.filename for file in service.client.files.list()] == ["other.mp4"]
+    page.value("document.getElementById('remove').click(); null")
+    page.wait("!document.getElementById('drop').hidden", 20)
+
+
 def test_question_that_a_reload_interrupts_can_be_asked_again(service: SimpleNamespace, page: Page) -> None:
     service.worker.go.clear()
     submit(page, "What is it?")

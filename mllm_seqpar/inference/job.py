@@ -1,0 +1,95 @@
+"""A job: the messages and the media that the model is asked about, and the outcome of a job on several ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any, Self
+
+import torch
+
+from mllm_seqpar.chats.chat_family import ChatText
+from mllm_seqpar.chats.clip import Clip
+from mllm_seqpar.errors import AgreementError, DataError, NonFiniteLogitsError, VideoError
+
+from .conversation import Conversation
+from .generation import OnText, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Messages, the clips that their media parts show, in order, and how to answer; `evidence` is a number of moments.
+
+    A subclass answers in another way, or reports its answer.
+    """
+
+    messages: list[dict[str, Any]]
+    media: tuple[Clip, ...] = ()
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    evidence: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "media": [clip.to_json() for clip in self.media]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        values["media"] = tuple(map(Clip.from_json, values["media"]))
+        return cls(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
+
+    def answer(
+        self,
+        conversation: Conversation,
+        prompt: ChatText,
+        *,
+        on_text: OnText | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Any:
+        """Return the answer to the prompt of this job; `Conversation.answer` describes the arguments."""
+        options: dict[str, Any] = {"stop": self.stop, "evidence": self.evidence}
+        return conversation.answer(prompt, self.sampling, on_text=on_text, interrupted=interrupted, **options)
+
+
+class Outcome(IntEnum):
+    """The outcome of a job on a rank. The outcome of the job as a whole is the largest of all ranks."""
+
+    PREPARED = 0
+    REFUSED = 1
+    """The job cannot be answered: a damaged video, a prompt that is too long."""
+    INVALID = 2
+    """The model or its options cannot answer such a job: a value that `generate` refuses."""
+    FAILED = 3
+    """An unexpected error."""
+    OUT_OF_MEMORY = 4
+
+    @classmethod
+    def of(cls, error: Exception | None) -> Outcome:
+        if error is None:
+            return cls.PREPARED
+        if isinstance(error, (VideoError, DataError, AgreementError, NonFiniteLogitsError)):
+            return cls.REFUSED  # AgreementError: of the ranks on which nothing failed
+        if isinstance(error, torch.OutOfMemoryError):
+            return cls.OUT_OF_MEMORY
+        return cls.INVALID if isinstance(error, ValueError) else cls.FAILED
+
+
+class JobError(Exception):
+    """A job that cannot be answered; the next one can follow.
+
+    Attributes:
+        cause: an error of any rank.
+        outcome: of the job.
+    """
+
+    def __init__(self, cause: Exception, outcome: Outcome = Outcome.REFUSED) -> None:
+        self.cause, self.outcome = cause, outcome
+        memory = outcome is Outcome.OUT_OF_MEMORY
+        super().__init__("out of memory: use fewer frames, or start more ranks" if memory else str(cause))
+
+    @property
+    def of_the_input(self) -> bool:
+        """Whether another job may well be answered: the video or the question caused the error, not the options."""
+        return self.outcome in (Outcome.REFUSED, Outcome.OUT_OF_MEMORY)
