@@ -281,6 +281,12 @@ class MaskLayer(NamedTuple):
         return found
 
 
+JOINED_FRACTION = 1 / 16
+"""The CPU computes a table with more than two layers at once, if at least this fraction is visible. A random table of
+256 rows and 32 frames of 64 keys, half of it visible (12 layers), takes 29 ms instead of 321 with one call per layer.
+"""
+
+
 def with_kernels(
     mask: BlockMask, q: Tensor, k: Tensor, kernel: KernelOption, rows: slice | None = None
 ) -> tuple[MaskLayer, ...]:
@@ -294,6 +300,10 @@ def with_kernels(
     """
     if mask is None:
         return (MaskLayer(choose_kernel(kernel, q, k)[0], rows=rows),)
+    if len(mask) > 2 and choose_kernel(kernel, q, k, mask[0])[0].name == "torch_cpu":
+        joined = Intervals.joined(mask)
+        if joined.visible >= JOINED_FRACTION * joined.low.numel() * joined.keys:
+            mask = (joined,)
     layers, first = list[MaskLayer](), 0 if rows is None else rows.start
     for layer in mask:
         intervals, some, keys = layer.narrowed()

@@ -39,7 +39,12 @@ def rectangles_of(intervals: Intervals) -> tuple[Rectangle, ...]:
     if "rectangles" not in intervals.kept:
         items = intervals.low.shape[0]
         found: list[Rectangle] = []
-        if intervals.is_causal:
+        if intervals.layers:  # the whole is cheaper than the many rectangles of each layer
+            found, items = (
+                [Rectangle(slice(None), slice(0, intervals.low.shape[1]), slice(*intervals.span), "masked")],
+                0,
+            )
+        elif intervals.is_causal:
             whole = slice(0, intervals.keys)
             found, items = [Rectangle(slice(None), whole, whole, "causal")], 0
         for item in range(items):

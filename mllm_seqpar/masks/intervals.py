@@ -8,7 +8,7 @@ log-sum-exp, as those of ranks do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,10 @@ class Intervals:
         visible: the number of visible entries (row, key) of the items that `low` has, for one head.
         is_full: whether every row attends to every key.
         kept: what kernels have derived from the intervals, for all layers, by keys of their own.
+        layers: set by `joined`: `low` and `high` are only the hull of what these layers make visible.
     """
+
+    layers: tuple[Intervals, ...] = ()
 
     def __init__(self, low: Tensor, high: Tensor, keys: int) -> None:
         both = torch.stack([low, high]).clamp_(0, keys).to(torch.int32)
@@ -56,6 +59,17 @@ class Intervals:
         """Return the causal square: row i attends to keys 0 to i."""
         row = torch.arange(length)[None]
         return cls(torch.zeros_like(row), row + 1, length)
+
+    @classmethod
+    def joined(cls, layers: Sequence[Intervals]) -> Intervals:
+        """Return disjoint layers of a block as one, for kernels that expand a mask anyway."""
+        low = _broadcast([torch.where(layer.high > layer.low, layer.low, layer.keys) for layer in layers]).amin(0)
+        hull = cls(low, _broadcast([layer.high for layer in layers]).amax(0), layers[0].keys)
+        hull.layers, items = tuple(layers), low.shape[0]
+        hull.visible = sum(layer.visible * items // layer.low.shape[0] for layer in layers)
+        hull.is_full = hull.visible == low.numel() * hull.keys
+        hull.is_causal = False
+        return hull
 
     def __repr__(self) -> str:
         items, rows = self.low.shape
@@ -101,14 +115,33 @@ class Intervals:
 
     def expand(self, device: torch.device, batch: slice, rows: slice, keys: slice) -> Tensor:
         """Return the mask (items, rows, keys) bool of a part of the block, True where visible; `keys` has both ends."""
+        if self.layers:
+            return _expanded(self.layers, rows, keys).to(device)
         low, high = (x[batch, rows].unsqueeze(-1) for x in self.on(device))
         key = torch.arange(keys.start, keys.stop, device=device, dtype=low.dtype)
         return (key >= low) & (key < high)
 
     def part(self, rows: slice = slice(None), keys: Span | None = None) -> Intervals:
         """Return the intervals of some rows, of which the keys from ``keys[0]`` to ``keys[1]`` are the block."""
+        if self.layers:
+            return Intervals.joined([layer.part(rows, keys) for layer in self.layers])
         first, stop = (0, self.keys) if keys is None else keys
         return Intervals(self.low[:, rows] - first, self.high[:, rows] - first, stop - first)
+
+
+def _broadcast(bounds: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*bounds))
+
+
+def _expanded(layers: Sequence[Intervals], rows: slice, keys: slice) -> Tensor:
+    """Return the mask (items, rows, keys) bool of disjoint layers: where more intervals have begun than ended."""
+    width, items = keys.stop - keys.start, max(layer.low.shape[0] for layer in layers)
+    edges = torch.zeros(items, layers[0].low[:, rows].shape[1], width + 1, dtype=torch.int8)
+    for layer in layers:
+        for bound, step in ((layer.low, 1), (layer.high, -1)):
+            place = (bound[:, rows].long() - keys.start).clamp_(0, width).expand(items, -1).unsqueeze(-1)
+            edges.scatter_add_(-1, place, edges.new_tensor(step).expand_as(place))
+    return edges.cumsum(-1, dtype=torch.int8)[..., :width] > 0
 
 
 BlockMask = tuple[Intervals, ...] | None

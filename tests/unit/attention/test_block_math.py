@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mllm_seqpar.attention.executor import GradientAccumulator, PartialResult
+from dense_attention import dense_attention
+from mllm_seqpar.attention.call_spec import with_kernels
+from mllm_seqpar.attention.executor import BlockMath, FinalRows, GradientAccumulator, PartialResult
+from mllm_seqpar.masks.block_masks import decoder_mask
 
 
 class Operators(TorchDispatchMode):
@@ -74,3 +77,24 @@ def test_first_partial_result_of_some_rows_is_copied_without_a_merge(dtype: torc
     total.add(expected_o[:, :, rows].clone(), expected_lse[:, :, rows].clone(), rows=rows)
     torch.testing.assert_close(total.value[0], expected_o)
     torch.testing.assert_close(total.value[1][:, :, rows], expected_lse[:, :, rows] + torch.log(torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_table_with_many_holes_is_one_call_on_the_cpu(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    visible = torch.rand(2, 9, 40, generator=g) < 0.5
+    visible[:, 3] = False
+    q, k, v, do = (torch.randn(2, heads, rows, 8, generator=g) for heads, rows in ((4, 9), (2, 40), (2, 40), (4, 9)))
+    layers = with_kernels(decoder_mask(visible[:, None], 9, 40), q, k, "auto")
+    assert len(layers) == 1
+    block_math, out = BlockMath("auto", 0.3), PartialResult(q, torch.float32)
+    block_math.forward(q, k, v, layers, out)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, _ = dense_attention(*leaves, visible, 0.3)
+    torch.testing.assert_close(out.value[0], expected.float())
+    expected.backward(do.double())
+    grads = tuple(GradientAccumulator(x, torch.float32) for x in (q, k, v))
+    block_math.backward(grads, FinalRows(q, *out.value, do), k, v, layers)
+    for total, leaf in zip(grads, leaves, strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(total.value, leaf.grad.float(), rtol=1e-4, atol=1e-5)
