@@ -9,8 +9,9 @@ files, and an example of a collator may hold images. All else is the same. Other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError, DataError
@@ -19,6 +20,10 @@ from mllm_seqpar.videos.frame_choice import FRAME_FIELDS, FrameChoice
 from .clip import Clip
 
 ROLES = ("system", "user", "assistant")
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,18 @@ class Chat:
     def media(self) -> list[Clip]:
         return [medium for turn in self.turns for medium in turn.media]
 
+    def with_media(self, media: Iterable[Clip]) -> Chat:
+        """Return the conversation with other media in the place of its own, in order."""
+        following = iter(media)
+        return Chat(
+            tuple(
+                Turn(turn.role, tuple(x if isinstance(x, str) else next(following) for x in turn.content))
+                if turn.media
+                else turn
+                for turn in self.turns
+            )
+        )
+
     def to_json(self) -> list[dict[str, Any]]:
         """Return the messages; their media must be files, or passed beside them."""
         return [turn.to_json() for turn in self.turns]
@@ -150,13 +167,17 @@ def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+def _shown(value: Any) -> str:
+    return f"{_SHORT.repr(value):.80}"  # a data: URL may be long
+
+
 def _turn(number: int, message: Any, allowed: Allowed) -> Turn:
     message = without_nulls(message) if isinstance(message, Mapping) else {}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise MessageError(f"has the role {role!r}; expected one of {', '.join(ROLES)}", [number, "role"])
     if not isinstance(content, str) and not (isinstance(content, (list, tuple)) and content):
-        raise MessageError(f"holds {content!r:.80}; expected a text or a list of parts", [number, "content"])
+        raise MessageError(f"holds {_shown(content)}; expected a text or a list of parts", [number, "content"])
     parts = [
         _part(part, role, allowed, [number, index])
         for index, part in enumerate([{"type": "text", "text": content}] if isinstance(content, str) else content)
@@ -175,14 +196,14 @@ def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Cli
     kind = given.get("type")
     kinds = ["text", *allowed.sources]
     if kind not in kinds:
-        raise fault(f"holds {part!r:.80}, which is not a part; a part has the type {', '.join(kinds)}", "type")
+        raise fault(f"holds {_shown(part)}, which is not a part; a part has the type {', '.join(kinds)}")
     names = ["text"] if kind == "text" else allowed.sources[kind]
     if kind == "text" and not isinstance(given.get("text"), str):
-        raise fault(f'holds a text part without text, {part!r:.80}; expected {{"type": "text", "text": ...}}', "text")
+        raise fault(f'holds a text part without text, {_shown(part)}; expected {{"type": "text", "text": ...}}', "text")
     if names is not None:
         known = ["type", *names, *(() if kind == "text" else FRAME_FIELDS)]
         if unknown := sorted(str(key) for key in given if key not in known):
-            text = f"has the unknown key {unknown[0]!r} in {part!r:.80}; a part of type {kind} takes {sorted(known)}"
+            text = f"has the unknown key {unknown[0]!r} in {_shown(part)}; a part of type {kind} takes {sorted(known)}"
             raise fault(text, unknown[0])
     if kind == "text":
         if marks := [mark for mark in allowed.marks if mark in given["text"]]:
@@ -197,13 +218,13 @@ def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Cli
     if allowed.files:
         listed = source if kind == "video" and keys == ["images"] else [source]
         if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
-            needed = 'needs "path", a file' + (', or "images", a list' if kind == "video" else "")
-            raise fault(f"has a part of type {kind}, which {needed}", "path")
+            needed = f'needs "{names[0]}", a file' + (', or "images", a list' if kind == "video" else "")
+            raise fault(f"has a part of type {kind}, which {needed}", names[0])
         if len(keys) > 1:
             raise fault(f'has a part of type {kind} with both "path" and "images"; give one of them', keys[1])
         source = tuple(listed) if keys == ["images"] else source
-    if kind == "image" and (stated := [name for name in FRAME_FIELDS if name in given]):
-        raise fault(f"has a part of type image with {stated[0]}; only a video takes it", stated[0])
+    if kind.startswith("image") and (stated := [name for name in FRAME_FIELDS if name in given]):
+        raise fault(f"has a part of type {kind} with {stated[0]}; only a video takes it", stated[0])
     try:
         frames = FrameChoice.of(given)
         if isinstance(source, (list, tuple)):

@@ -114,7 +114,7 @@ def _messages(record: Mapping[str, Any], template: str, answered: bool) -> Any:
 def _from_messages(record: Mapping[str, Any]) -> Any:
     messages, others = record["messages"], set(record)
     if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
-        messages = [_plain_message(message) for message in messages]
+        messages = [plain_message(message) for message in messages]
         names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
         media_keys = [key for key in record if record[key] and (key in names or _FILE_NAME.search(key))]
         if media_keys and any(_is_open(part) for message in messages for part in _split(message)):
@@ -128,7 +128,8 @@ def _from_messages(record: Mapping[str, Any]) -> Any:
     return messages
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of OpenAI, Qwen or lmms-eval in our layout; what is unknown or ambiguous is kept."""
     result = without_nulls(message)
     if result.get("role") == "developer":
         result["role"] = "system"
@@ -138,7 +139,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of OpenAI's or Qwen's messages in our layout; what is unknown or ambiguous is kept."""
+    """Return a part of such a message in our layout."""
     given = without_nulls(part)
     kind = given.get("type")
     if kind in _TEXT_PARTS:

@@ -190,11 +190,23 @@ class VideoRun:
 
         def on_start(conversation: Conversation) -> None:
             begun.append(conversation)
-            self._begin(video, conversation)
+            encoded = conversation.encoded
+            assert encoded is not None  # by `_encode`
+            self._frames += encoded.frames
+            self._parts.update(encoded.seconds)
+            self._visual_tokens += encoded.visual_tokens
+            if self._several and self._shown and self._args.question:
+                say(f"== {video.name} ==\n")
+
+        def sources() -> list[FrameSource]:
+            if video.source is not None:
+                return [video.source]
+            assert video.store is not None  # AskOptions requires --video or --features
+            return [self._engine.chat_format.stored_frames(video.store.total_frames, video.store.meta)]
 
         outcomes = self._engine.answers(
             [self._job(question) for question in self._args.question],
-            sources=lambda: [self._frames_of(video)],
+            sources=sources,
             encode=partial(self._encode, video),
             on_start=on_start,
             together=True,
@@ -227,12 +239,6 @@ class VideoRun:
             heading=heading if self._shown else None,
         )
 
-    def _frames_of(self, video: _Video) -> FrameSource:
-        if video.source is not None:
-            return video.source
-        assert video.store is not None  # AskOptions requires --video or --features
-        return self._engine.chat_format.stored_frames(video.store.total_frames, video.store.meta)
-
     def _encode(self, video: _Video, conversation: Conversation) -> None:
         """Encode a video and save its features, or read them."""
         args, comm, engine = self._args, self._comm, self._engine
@@ -248,16 +254,6 @@ class VideoRun:
         if video.save_to is not None and conversation.encoded is not None:
             with self._times.measure("save"):
                 save_video(video.save_to, conversation.encoded, comm, video.feature_meta)
-
-    def _begin(self, video: _Video, conversation: Conversation) -> None:
-        """Count the frames of a video that has been encoded or read."""
-        encoded = conversation.encoded
-        assert encoded is not None  # by `_encode`
-        self._frames += encoded.frames
-        self._parts.update(encoded.seconds)
-        self._visual_tokens += encoded.visual_tokens
-        if self._several and self._shown and self._args.question:
-            say(f"== {video.name} ==\n")
 
     def _fail(self, fault: JobError) -> None:
         """Report a video that cannot be used; raise the error if there is no other one, or if it is not the video's."""

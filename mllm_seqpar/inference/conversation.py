@@ -18,7 +18,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._compat import cache_name, cache_of
+from mllm_seqpar.chats.chat import ANY_MEDIA, Chat
 from mllm_seqpar.chats.chat_family import VIDEO_MARK, ChatText, chat_family
 from mllm_seqpar.chats.clip import FeatureFrames, FrameSource
 from mllm_seqpar.comm import Communicator
-from mllm_seqpar.errors import ConfigError, DataError, LengthError
+from mllm_seqpar.errors import ConfigError, LengthError
 from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, FrameSizes
@@ -159,17 +160,12 @@ class Conversation:
             max_new_tokens: maximum length of the answer.
 
         Raises:
-            DataError: a text contains a mark of the chat format, or the media are not those of the conversation.
+            DataError: a message is malformed, a text contains a mark of the chat format, or the media are not those of
+                the conversation.
             LengthError: the prompt and its answer are longer than the model's context.
         """
-        for message in messages:
-            content = message["content"]
-            texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            if found := [mark for mark in self._chat_format.marks if any(mark in text for text in texts)]:
-                raise DataError(
-                    f"a message contains {found[0]}, which is a mark of this model's chat format; remove it"
-                )
-        text = self._chat_format.text([messages], [self.sources], add_generation_prompt=True)
+        chat = Chat.parse(messages, replace(ANY_MEDIA, marks=self._chat_format.marks))
+        text = self._chat_format.text([chat.to_json()], [self.sources], add_generation_prompt=True)
         length, longest = text.input_ids.shape[1], context_length(getattr(self._model, "config", None))
         if longest is not None and length + max_new_tokens > longest:
             raise LengthError(

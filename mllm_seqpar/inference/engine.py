@@ -236,7 +236,7 @@ class Engine:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they refer to the features of the job, and to the error
         mine = Outcome.of(error)
-        _, rows = agree(self.comm, "answering", lambda: mine, lambda _: {}, numbers=lambda found: [found])
+        _, rows = agree(self.comm, "answering", numbers=lambda _: [mine])
         outcome = Outcome(max(row[0] for row in rows))
         if outcome is Outcome.PREPARED:
             return None

@@ -23,8 +23,10 @@ import torch
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 
-from mllm_seqpar.chats.chat_family import ChatText, media_parts
+from mllm_seqpar.chats.chat import Allowed, Chat, Turn
+from mllm_seqpar.chats.chat_family import ChatText
 from mllm_seqpar.chats.clip import Clip
+from mllm_seqpar.chats.forms import plain_message
 from mllm_seqpar.cli.launch import use_cuda
 from mllm_seqpar.cli.progress import progress_bar
 from mllm_seqpar.comm import transfer_communicator
@@ -47,6 +49,9 @@ _STATED_ELSEWHERE = {"model", "max_new_tokens", "temperature", "top_p"}
 
 _NEUTRAL = {"num_beams": 1, "top_k": 0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 """Settings of transformers' `generate` that are not supported, with the values that have no effect."""
+
+
+_PARTS = Allowed(sources={"image": ("path",), "video": ("path",)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,25 +151,25 @@ class SimpleSeqParModel(lmms):
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args
-        messages = self._messages(context, visuals, self.task_dict[task][split][doc_id])
-        return self._request(messages, **_generation(arguments))
+        chat = self._chat(context, visuals, self.task_dict[task][split][doc_id])
+        return self._request(chat, **_generation(arguments))
 
     def _likelihood_request(self, request: Instance) -> _Request:
         context, target, visuals, doc_id, task, split = request.args
         document = self.task_dict[task][split][doc_id]
         text = target(document) if callable(target) else target
         sampling = Sampling(max_new_tokens=1)
-        return self._request(self._messages(context, visuals, document), sampling=sampling, target=str(text))
+        return self._request(self._chat(context, visuals, document), sampling=sampling, target=str(text))
 
-    def _request(self, messages: list[dict[str, Any]], **options: Any) -> _Request:
-        frames = self.options.frame_choice().over(DEFAULT_FRAMES)
-        media = [Clip(part["type"], part["path"], frames) for part in media_parts(messages)]
-        return _Request(messages=messages, media=tuple(media), **options)
+    def _request(self, chat: Chat, **options: Any) -> _Request:
+        choice = self.options.frame_choice()
+        clips = (replace(clip, frames=choice.over(clip.frames).over(DEFAULT_FRAMES)) for clip in chat.media)
+        return _Request(messages=chat.to_json(), media=tuple(clips), **options)
 
-    def _messages(self, context: str, visuals: Any, document: Any) -> list[dict[str, Any]]:
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+    def _chat(self, context: str, visuals: Any, document: Any) -> Chat:
+        system = [] if self._system is None else [Turn("system", self._system)]
         media = [] if visuals is None else [_medium(item) for item in visuals(document) or ()]
-        return [*system, {"role": "user", "content": [*media, {"type": "text", "text": context}]}]
+        return Chat((*system, Turn("user", (*media, context))))
 
 
 class ChatSeqParModel(SimpleSeqParModel):
@@ -174,13 +179,12 @@ class ChatSeqParModel(SimpleSeqParModel):
 
     def _generation_request(self, request: Instance) -> _Request:
         _, to_messages, arguments, doc_id, task, split = request.args
-        messages = [
-            {"role": message["role"], "content": [_part(part) for part in message["content"]]}
-            for message in to_messages(self.task_dict[task][split][doc_id])
-        ]
-        if self._system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system}, *messages]
-        return self._request(messages, **_generation(arguments))
+        messages = to_messages(self.task_dict[task][split][doc_id])
+        chat = Chat.parse([plain_message(message) for message in messages], _PARTS)
+        chat = chat.with_media(replace(_medium(medium.source), frames=medium.frames) for medium in chat.media)
+        if self._system is not None and chat.turns[0].role != "system":
+            chat = Chat((Turn("system", self._system), *chat.turns))
+        return self._request(chat, **_generation(arguments))
 
 
 def _options(pretrained: str, given: dict[str, Any]) -> InferenceOptions:
@@ -209,22 +213,11 @@ def _generation(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"sampling": Sampling(**sampling), "stop": stop}
 
 
-def _part(part: Any) -> dict[str, Any]:
-    """Return a part of a message in the form of this package."""
-    if part["type"] == "text":
-        return {"type": "text", "text": part["text"]}
-    if part.get("start_time") is not None or part.get("end_time") is not None:
-        raise DataError(
-            "a message shows a part of a video (start_time, end_time), which is not supported; cut the file"
-        )
-    return _medium(part["url"])
-
-
-def _medium(value: Any) -> dict[str, Any]:
-    """Return the part of a video or image: a path, or a Pillow image, which is written to the media cache."""
+def _medium(value: Any) -> Clip:
+    """Return a video or image: a path, or a Pillow image, which is written to the media cache."""
     if isinstance(value, (str, os.PathLike)):
         path = os.fspath(value)
-        return {"type": "image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", "path": path}
+        return Clip("image" if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES else "video", path)
     if not hasattr(value, "convert"):
         raise DataError(
             f"a task shows {type(value).__name__} {value!r:.60}; this model takes videos and images; "
@@ -232,4 +225,4 @@ def _medium(value: Any) -> dict[str, Any]:
         )
     content = io.BytesIO()
     value.convert("RGB").save(content, "PNG")
-    return {"type": "image", "path": str(media_cache().store(content.getvalue(), ".png"))}
+    return Clip("image", str(media_cache().store(content.getvalue(), ".png")))

@@ -39,7 +39,7 @@ from mllm_seqpar.videos.images import is_image_file, jpeg_of
 from mllm_seqpar.videos.reader import read_frames
 from mllm_seqpar.videos.video import probe
 
-from .protocol import ApiError, FilePart, ImagePart, MediaPart
+from .protocol import ApiError
 
 LONGEST = 600.0
 """Seconds that a download may take."""
@@ -227,7 +227,7 @@ class MediaStore:
     @contextmanager
     def files(
         self,
-        media: Mapping[str, MediaPart],
+        media: Mapping[str, Clip],
         frames: FrameChoice,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[Clip, ...]]:
@@ -244,14 +244,14 @@ class MediaStore:
         """
         with ExitStack() as used:
             found = []
-            for where, part in media.items():
+            for where, shown in media.items():
                 try:
                     path, name = (
-                        self._upload(used, part)
-                        if isinstance(part, FilePart)
-                        else self._named(used, part.url, abandoned)
+                        self._upload(used, shown.source)
+                        if shown.kind == "file"
+                        else self._named(used, shown.source, abandoned)
                     )
-                    found.append(_clip(str(path), name, part, frames))
+                    found.append(_clip(str(path), name, shown, frames))
                 except ApiError as error:
                     raise error.at(where) from error
             yield tuple(found)
@@ -275,10 +275,10 @@ class MediaStore:
                 self._removed.discard(path)
                 path.unlink(missing_ok=True)
 
-    def _upload(self, used: ExitStack, part: FilePart) -> tuple[Path, str]:
+    def _upload(self, used: ExitStack, file_id: str) -> tuple[Path, str]:
         with self._lock:
-            if (upload := self._find(part.file_id)) is None:
-                raise ApiError(400, f"no uploaded file has the id {part.file_id}")
+            if (upload := self._find(file_id)) is None:
+                raise ApiError(400, f"no uploaded file has the id {file_id}")
             used.enter_context(self._using(upload.path))
         return upload.path, upload.filename
 
@@ -404,12 +404,12 @@ def _until(abandoned: Callable[[], bool], blocks: Iterable[bytes]) -> Iterator[b
         yield block
 
 
-def _clip(path: str, name: str, part: MediaPart, frames: FrameChoice) -> Clip:
-    if isinstance(part, ImagePart) or (isinstance(part, FilePart) and is_image_file(path)):
-        if isinstance(part, FilePart) and (given := part.frames().given()):
+def _clip(path: str, name: str, shown: Clip, frames: FrameChoice) -> Clip:
+    if shown.kind == "image_url" or (shown.kind == "file" and is_image_file(path)):
+        if given := shown.frames.given():
             raise ApiError(400, f"{next(iter(given))} of an image; only a video takes it")
         return Clip.of_file("image", path, name=name)
-    return Clip.of_file("video", path, part.frames().over(frames), name=name)
+    return Clip.of_file("video", path, shown.frames.over(frames), name=name)
 
 
 class Previews:
@@ -447,8 +447,7 @@ class Previews:
     @contextmanager
     def _file(self, file_id: str) -> Iterator[Clip]:
         self._store.upload(file_id)
-        part = FilePart.model_validate({"type": "file", "file": {"file_id": file_id}})
-        with self._store.files({"id": part}, FrameChoice()) as (file,):
+        with self._store.files({"id": Clip("file", file_id)}, FrameChoice()) as (file,):
             try:
                 yield file
             except (VideoError, ConfigError) as error:

@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from mllm_seqpar.chats.chat import Allowed, Chat, MessageError, without_nulls
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.inference.generation import Answer, Sampling
 from mllm_seqpar.videos.frame_choice import FrameChoice
@@ -83,6 +85,11 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
+_PARTS = Allowed(
+    sources={"image_url": ("url",), "video_url": ("url",), "file": ("file_id",)}, files=True, other_keys=False
+)
+"""The parts of messages besides texts, with the members of their objects; a file is an uploaded video or image."""
+
 MOMENTS = 100
 """The most moments that a request may ask for."""
 
@@ -126,75 +133,6 @@ class _Frames(_Object):
 
     def frames(self) -> FrameChoice:
         return FrameChoice(**{name: getattr(self, name) for name in _Frames.model_fields})
-
-
-class TextPart(_Object):
-    type: Literal["text"]
-    text: str
-
-
-class _MediaPart(_Object):
-    """A part with media. The members of its object, such as {"url": "x", "fps": 1}, become fields of the part.
-
-    Attributes:
-        uuid: a name for caches.
-    """
-
-    uuid: str | None = None
-
-    @classmethod
-    def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
-        kind = given["type"]
-        within = given.pop(kind, None)
-        if isinstance(within, str) and kind != "file":
-            within = {"url": within}
-        if not isinstance(within, dict):
-            raise ValueError(f"{kind} is not an object")
-        if twice := sorted(given.keys() & within.keys()):
-            raise ValueError(f"{twice[0]} is given twice; give it once")
-        return given | {name: value for name, value in within.items() if value is not None}
-
-
-class ImagePart(_MediaPart):
-    type: Literal["image_url"]
-    url: str = Field(min_length=1)
-    detail: str | None = None
-
-
-class VideoPart(_MediaPart, _Frames):
-    type: Literal["video_url"]
-    url: str = Field(min_length=1)
-
-
-class FilePart(_MediaPart, _Frames):
-    """An uploaded video or image."""
-
-    type: Literal["file"]
-    file_id: str = Field(min_length=1)
-
-
-MediaPart = ImagePart | VideoPart | FilePart
-_Part = Annotated[TextPart | MediaPart, Field(discriminator="type")]
-
-
-class _Message(_Object):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_Part], FailFast(), Field(min_length=1)]
-
-    @classmethod
-    def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
-        # Clients send back what they received, with fields that are empty.
-        known = {name: x for name, x in given.items() if name in cls.model_fields or (x and name != "annotations")}
-        content = known.get("content", "" if known.get("role") == "assistant" else None)
-        if isinstance(content, str):
-            known["content"] = [{"type": "text", "text": content}]
-        return known
-
-    @model_validator(mode="after")
-    def _check(self) -> _Message:
-        if self.role != "user" and any(not isinstance(part, TextPart) for part in self.content):
-            raise ValueError("only a message of the user shows media")
-        return self
 
 
 class _SamplingFields(_Object):
@@ -253,7 +191,7 @@ class ChatRequest(_SamplingFields):
     """A valid body of a request. `read_request` removes the fields that have no effect, and names them in `ignored`."""
 
     model: str = ""
-    messages: Annotated[list[_Message], FailFast(), Field(min_length=1)]
+    messages: list[Any] = Field(min_length=1)
     stream: bool = False
     stream_options: _StreamOptions | None = None
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=4)
@@ -266,6 +204,7 @@ class ChatRequest(_SamplingFields):
     mm_processor_kwargs: _Frames = _Frames()
     media_io_kwargs: _MediaOptions = _MediaOptions()
     _ignored: Sequence[str] = ()
+    _chat: Chat = Chat(())
 
     @classmethod
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -278,34 +217,20 @@ class ChatRequest(_SamplingFields):
     @property
     def ignored(self) -> tuple[str, ...]:
         """The names of the fields that have no effect."""
-        names = [*self._ignored]
-        for part in self.media().values():
-            names += ["uuid"] * (part.uuid is not None)
-            names += ["detail"] * (isinstance(part, ImagePart) and part.detail not in (None, "auto"))
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(self._ignored))
 
-    def media(self) -> dict[str, MediaPart]:
-        """Return the parts with media, by their places in the request."""
+    def media(self) -> dict[str, Clip]:
+        """Return the media of the messages, by their places in the request."""
         return {
             f"messages[{number}].content[{index}]": part
-            for number, message in enumerate(self.messages)
-            for index, part in enumerate(message.content)
-            if not isinstance(part, TextPart)
+            for number, turn in enumerate(self._chat.turns)
+            for index, part in enumerate(turn.parts)
+            if isinstance(part, Clip)
         }
 
     def conversation(self, kinds: Iterable[str]) -> list[dict[str, Any]]:
         """Return the messages for the model, given whether each of `media` is a video or an image."""
-        following = iter(kinds)
-        return [
-            {
-                "role": message.role.replace("developer", "system"),
-                "content": [
-                    {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": next(following)}
-                    for part in message.content
-                ],
-            }
-            for message in self.messages
-        ]
+        return self._chat.with_media(map(Clip, kinds)).to_json()
 
     def frames(self) -> FrameChoice:
         """Return which frames of its videos are used, as far as their parts state nothing else."""
@@ -370,14 +295,76 @@ def read_request(body: Any) -> ChatRequest:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise _as_api_error(error) from error
+    request._chat = _read_chat(request.messages, ignored)
     request._ignored = ignored
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: with stream=true only", param="stream_options")
-    if request.messages[-1].role != "user":
+    if request._chat.turns[-1].role != "user":
         raise ApiError(
             400, "messages: the last message is not the user's, so there is nothing to answer", param="messages"
         )
     return request
+
+
+def _read_chat(messages: list[Any], ignored: list[str]) -> Chat:
+    """Return the conversation of a request; add to `ignored` the names of the fields that have no effect."""
+    try:
+        plain = [_plain_message(number, message, ignored) for number, message in enumerate(messages)]
+        chat = Chat.parse(plain, _PARTS)
+        for number, turn in enumerate(chat.turns):
+            for index, part in enumerate(turn.parts):
+                frames = part.frames if isinstance(part, Clip) else FrameChoice()
+                for name in ("num_frames", "max_frames"):
+                    if (getattr(frames, name) or 0) > _MOST:
+                        raise MessageError(f"has a {name} above {_MOST}; give a smaller one", [number, index, name])
+    except MessageError as error:
+        number, *place = error.place
+        where = f"messages[{number}]"
+        if place and isinstance(place[0], int):
+            where += f".content[{place.pop(0)}]"
+        where = ".".join([where, *map(str, place)])
+        raise ApiError(400, f"{where}: {error.fault}", param=where) from error
+    return chat
+
+
+def _plain_message(number: int, message: Any, ignored: list[str]) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    # Clients send back what they received, with fields that are empty.
+    known = {name: x for name, x in message.items() if name in ("role", "content") or (x and name != "annotations")}
+    if known.get("role") == "developer":
+        known["role"] = "system"
+    if known.get("role") == "assistant" and known.get("content") is None:
+        known["content"] = ""
+    content = known.get("content")
+    if isinstance(content, str):
+        known["content"] = [{"type": "text", "text": content}]
+    elif isinstance(content, list):
+        known["content"] = [_plain_part([number, index], part, ignored) for index, part in enumerate(content)]
+    return known
+
+
+def _plain_part(place: Sequence[int], part: Any, ignored: list[str]) -> Any:
+    """Return a part whose members are those of its object too, such as {"url": "x", "fps": 1}."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in _PARTS.sources:
+        return part
+    given = without_nulls(part)
+    within = given.pop(kind, None)
+    if isinstance(within, str) and kind != "file":
+        within = {"url": within}
+    if not isinstance(within, Mapping):
+        raise MessageError(f"has a part whose {kind} is not an object", place)
+    within = without_nulls(within)
+    if twice := sorted(given.keys() & within.keys()):
+        raise MessageError(f"has a part in which {twice[0]} is given twice; give it once", place)
+    given |= within
+    unused = {name: given.pop(name, None) for name in ("uuid", "detail") if name == "uuid" or kind == "image_url"}
+    for name, value in [*unused.items(), *((name, given.get(name)) for name in _PARTS.sources[kind] or ())]:
+        if value is not None and (not isinstance(value, str) or (value == "" and name not in unused)):
+            raise MessageError(f"has a part with the {name} {_short(value)}; expected a text", [*place, name])
+    ignored += [name for name, value in unused.items() if value is not None and (name, value) != ("detail", "auto")]
+    return given
 
 
 def _as_api_error(error: ValidationError) -> ApiError:

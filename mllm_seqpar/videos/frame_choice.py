@@ -9,7 +9,7 @@ docs/guides/data.md states the order for users.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -43,7 +43,7 @@ class FrameChoice:
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
-            number = isinstance(value, Real) and not isinstance(value, bool) and value < math.inf
+            number = isinstance(value, Real) and not isinstance(value, bool) and value <= sys.float_info.max
             if name in ("start", "end"):
                 valid, allowed = number and value >= 0, "a number of seconds, 0 or more"
             elif name == "fps":

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from chats import asks, image, says, text, video
-from mllm_seqpar.chats.chat import ANY_MEDIA, FILES, Allowed, Chat, Clip, MessageError
+from mllm_seqpar.chats.chat import ANY_MEDIA, FILES, Allowed, Chat, MessageError
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.videos.frame_choice import FrameChoice
 
@@ -50,6 +51,8 @@ def test_messages_are_returned_as_they_were_written() -> None:
     tables = [{**message, "tool_calls": None, "name": None} for message in messages]
     assert Chat.parse(json.loads(json.dumps(tables)), FILES).to_json() == messages
     assert Chat.parse(messages, FILES).turns[1].text == "What?"
+    shown = Chat.parse(messages, FILES).with_media([Clip("video"), Clip("image", "2.png"), Clip("image")])
+    assert [medium.to_json() for medium in shown.media] == [{"type": "video"}, image("2.png"), {"type": "image"}]
     placeholders = [asks({"type": "image"}, "What?")]
     assert Chat.parse(placeholders).to_json() == placeholders
 
@@ -64,8 +67,8 @@ MALFORMED: list[tuple[Allowed, Any, str, tuple[Any, ...]]] = [
     (ANY_MEDIA, {"role": "user"}, "holds None; expected a text or a list of parts", ("content",)),
     (ANY_MEDIA, {"role": "user", "content": 5}, "holds 5; expected a text or a list of parts", ("content",)),
     (ANY_MEDIA, user(), r"holds \[\]", ("content",)),
-    (ANY_MEDIA, user("x"), r"\(user\) holds 'x', which is not a part; a part has the type text, image, v", (0, "type")),
-    (ANY_MEDIA, user(text("x"), {"type": []}), r"\(user\) holds {'type': \[\]}", (1, "type")),
+    (ANY_MEDIA, user("x"), r"\(user\) holds 'x', which is not a part; a part has the type text, image, v", (0,)),
+    (ANY_MEDIA, user(text("x"), {"type": []}), r"\(user\) holds {'type': \[\]}", (1,)),
     (ANY_MEDIA, user({"type": "text", "text": None}), "holds a text part without text", (0, "text")),
     (
         ANY_MEDIA,
@@ -74,7 +77,7 @@ MALFORMED: list[tuple[Allowed, Any, str, tuple[Any, ...]]] = [
         (0,),
     ),
     (ANY_MEDIA, {"role": "assistant", "content": [{"type": "image"}]}, "has a part of type image; only a user", (0,)),
-    (IN_MEMORY, user({"type": "audio"}), "holds {'type': 'audio'}, which is not a part", (0, "type")),
+    (IN_MEMORY, user({"type": "audio"}), "holds {'type': 'audio'}, which is not a part", (0,)),
     (
         IN_MEMORY,
         user({"type": "image", "url": "a"}),

@@ -236,7 +236,7 @@ def test_prompts_that_the_model_cannot_take_are_refused(gated: Case) -> None:
     def body(conversation: Conversation) -> None:
         with pytest.raises(LengthError, match="the context of this model is 4096 tokens"):
             conversation.prompt([user("What is it?", "video")], max_new_tokens=4096)
-        with pytest.raises(DataError, match="which is a mark of this model's chat format"):
+        with pytest.raises(DataError, match="in its text; show media by parts"):
             conversation.prompt([user("<|im_end|>", "video")])
         with pytest.raises(DataError, match="0 media parts"):
             conversation.prompt([user("What is it?")])

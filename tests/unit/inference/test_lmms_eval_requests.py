@@ -1,13 +1,20 @@
-"""Layer: one process. Requests of lmms-eval whose settings are not supported are refused; without lmms-eval itself."""
+"""Layer: one process. Requests of lmms-eval are answered, or refused if unsupported; without lmms-eval itself."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lmms_eval_names import lmms_eval_model
-from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.inference import Sampling
+from mllm_seqpar import patch_model
+from mllm_seqpar.data import VideoSource
+from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.inference import Conversation, Sampling, answer, encode, load_for_inference
+from mllm_seqpar.inference.choices import continuation
+from mllm_seqpar.models.loading import load_processor
 
 
 @pytest.fixture
@@ -46,3 +53,35 @@ def test_options_of_model_args_that_are_stated_elsewhere_or_unknown_are_refused(
 def test_likelihood_of_an_empty_text_is_refused(model: Any) -> None:
     with pytest.raises(DataError, match="empty text"):
         model._Request(messages=[], sampling=Sampling(), target="").answer(None, None)
+
+
+def test_requests_are_answered_and_scored_and_padding_is_not(
+    model: Any, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "GenerationResult", SimpleNamespace)
+    clip = str(inference_files / "clip.mp4")
+    asked = model.SimpleSeqParModel(str(inference_files / "gated"), device="cpu", num_frames=3)
+    asked.task_dict = {"task": {"test": [{}]}}
+    place = (lambda document: [clip], 0, "task", "test")
+    real = SimpleNamespace(args=("What is it?", {"max_new_tokens": 4}, *place), metadata=None)
+    padding = SimpleNamespace(args=None, metadata={"__padding_only__": True})
+    first, none, again = asked.generate_until([real, padding, real])
+    assert first == again and none == ""
+    processor = load_processor(str(inference_files / "gated"))
+    patched = patch_model(load_for_inference(str(inference_files / "gated"), "auto", torch.device("cpu")))
+    video = encode(patched, processor, VideoSource.open(clip, num_frames=3))
+    expected = answer(patched, processor, "What is it?", video, Sampling(max_new_tokens=4))
+    assert first == expected.text
+
+    conversation = Conversation(patched, processor, encoded=video)
+    prompt = conversation.question("What is it?")
+    for target in ("Z", "It is."):
+        request = SimpleNamespace(args=("What is it?", target, *place), metadata=None)
+        (found,) = asked.loglikelihood([request])
+        tokens = continuation(processor.tokenizer, prompt.input_ids[0].tolist(), target)
+        (score,) = conversation.log_likelihoods(prompt, [tokens])
+        assert found.text == (pytest.approx(-score.log_likelihood / len(tokens)), score.is_greedy)
+
+    broken = SimpleNamespace(args=("?", {}, lambda document: ["missing.mp4"], *place[1:]), metadata=None)
+    with pytest.raises(VideoError, match=r"missing\.mp4"):
+        asked.generate_until([broken])

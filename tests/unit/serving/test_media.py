@@ -22,9 +22,10 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
 from PIL import Image
 
 from launch import PYTHON
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.data import FrameChoice
 from mllm_seqpar.serving.media import MediaStore, upload_folder
-from mllm_seqpar.serving.protocol import ApiError, FilePart, VideoPart
+from mllm_seqpar.serving.protocol import ApiError
 from mllm_seqpar.videos import downloads
 
 
@@ -33,8 +34,8 @@ def store(folder: Path, **options: Any) -> MediaStore:
     return MediaStore(folder / "store", **{"max_bytes": 1000, "max_total": 1500} | options)
 
 
-def parts(url: str, **frames: Any) -> dict[str, VideoPart]:
-    return {"part": VideoPart.model_validate({"type": "video_url", "video_url": url, **frames})}
+def parts(url: str, **frames: Any) -> dict[str, Clip]:
+    return {"part": Clip("video_url", url, FrameChoice(**frames))}
 
 
 def resolve(media: MediaStore, url: str, **frames: Any) -> Any:
@@ -103,7 +104,7 @@ def test_deleted_upload_stays_until_its_request_ends(tmp_path: Path) -> None:
         upload = media.add(file, "../../a.mp4", "vision")  # the content decides that it is an image
     with source.open("rb") as file, pytest.raises(ApiError, match="delete files first"):
         media.add(file, "b.mp4", "vision")
-    part = {"part": FilePart.model_validate({"type": "file", "file": {"file_id": upload.id}})}
+    part = {"part": Clip("file", upload.id)}
     with media.files(part, FrameChoice()) as (found,):
         media.delete(upload.id)
         assert found.kind == "image" and Path(found.source).stat().st_size == 900
