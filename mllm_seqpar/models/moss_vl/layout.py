@@ -167,7 +167,8 @@ def moss_vl_layout(
             without a placeholder is hidden from every row, such as the blank image of a text without media.
         placeholders: (B, L) bool, the tokens `<|image_pad|>`; None: they follow from the mask.
         attention_mask: (B, tokens so far), 0 at padding.
-        cross_attention_mask: see `visible_frames`; None: every row attends to all frames of its sample.
+        cross_attention_mask: see `visible_frames`; None: every row attends to all frames of its sample. It may also have
+            rows for the tokens in the cache, as `generate` passes it with the whole text.
         position_ids: (3, B, L) or (B, L), the positions of the text, if the caller states them. The frames of a
             placeholder then begin max(h, w) before it.
         past_length: the number of tokens in the cache.
@@ -188,7 +189,10 @@ def moss_vl_layout(
     prompt = length
     if cross_attention_mask is not None:
         _check_rows(cross_attention_mask, batch)
-        prompt = min(length, cross_attention_mask.shape[-2 if cross_attention_mask.dim() == 4 else -1])
+        rows_dim = -2 if cross_attention_mask.dim() == 4 else -1
+        if past_length and cross_attention_mask.shape[rows_dim] == past_length + length:  # of the whole text
+            cross_attention_mask = cross_attention_mask.narrow(rows_dim, past_length, length)
+        prompt = min(length, cross_attention_mask.shape[rows_dim])
         shown = (torch.minimum(x, counts[:, None]) for x in visible_frames(cross_attention_mask.to(device), length))
         first, stop = (starts[:, None] + x for x in shown)
     if placeholders is None:
