@@ -122,9 +122,10 @@ def _owl(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
             return q, k, v
 
         def visual(*args: Any, a: Any = attention, unpatched: Any = visual_states) -> Any:
-            k, v = unpatched(*args)
+            states = unpatched(*args)
+            ((k, _),) = states  # of one pass
             a.seen.append(k[0])
-            return k, v
+            return states
 
         attention.project, attention._visual_states = text, visual
     ids = torch.cat([inputs["input_ids"], answer[None]], 1)
