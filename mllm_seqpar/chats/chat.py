@@ -24,6 +24,7 @@ ROLES = ("system", "user", "assistant")
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 10
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,8 @@ def moss_vl_layout(
             without a placeholder is hidden from every row, such as the blank image of a text without media.
         placeholders: (B, L) bool, the tokens `<|image_pad|>`; None: they follow from the mask.
         attention_mask: (B, tokens so far), 0 at padding.
-        cross_attention_mask: see `visible_frames`; None: every row attends to all frames of its sample. It may also have
-            rows for the tokens in the cache, as `generate` passes it with the whole text.
+        cross_attention_mask: see `visible_frames`; None: every row attends to all frames of its sample. It may
+            also have rows for the tokens in the cache, as `generate` passes it with the whole text.
         position_ids: (3, B, L) or (B, L), the positions of the text, if the caller states them. The frames of a
             placeholder then begin max(h, w) before it.
         past_length: the number of tokens in the cache.

@@ -10,11 +10,13 @@ import torch
 
 from lmms_eval_names import lmms_eval_model
 from mllm_seqpar import patch_model
+from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.inference import Conversation, Sampling, answer, encode, load_for_inference
 from mllm_seqpar.inference.choices import continuation
 from mllm_seqpar.models.loading import load_processor
+from mllm_seqpar.videos.frame_choice import FrameChoice
 
 
 @pytest.fixture
@@ -85,3 +87,24 @@ def test_requests_are_answered_and_scored_and_padding_is_not(
     broken = SimpleNamespace(args=("?", {}, lambda document: ["missing.mp4"], *place[1:]), metadata=None)
     with pytest.raises(VideoError, match=r"missing\.mp4"):
         asked.generate_until([broken])
+
+
+def test_messages_of_a_task_show_clips_of_videos(model: Any, tmp_path: Path) -> None:
+    content = [
+        {"type": "video", "url": "a.mp4", "start_time": 1.5, "end_time": None},
+        {"type": "image", "url": str(tmp_path / "b.png")},
+        {"type": "text", "text": "What?"},
+    ]
+    asked = object.__new__(model.ChatSeqParModel)
+    asked.options = SimpleNamespace(frame_choice=lambda: FrameChoice(num_frames=4))
+    asked.task_dict, asked._system = {"task": {"test": [[{"role": "user", "content": content}]]}}, "Be brief."
+    request = asked._generation_request(SimpleNamespace(args=(None, lambda messages: messages, {}, 0, "task", "test")))
+    video = Clip("video", "a.mp4", FrameChoice(num_frames=4, start=1.5))
+    assert request.media[0] == video and request.media[1].kind == "image"
+    assert [message["role"] for message in request.messages] == ["system", "user"]
+    with pytest.raises(DataError, match="holds {'type': 'audio'.*, which is not a part"):
+        asked._generation_request(
+            SimpleNamespace(
+                args=(None, lambda _: [{"role": "user", "content": [{"type": "audio"}]}], {}, 0, "task", "test")
+            )
+        )
