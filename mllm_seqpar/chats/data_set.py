@@ -108,6 +108,10 @@ class ChatDataset(Dataset[ChatSample]):
         except DataError as error:
             raise DataError(f"{self.records.place(index)}: {error}") from error
 
+    def messages(self, index: int) -> list[dict[str, Any]]:
+        """Return the messages of a record, see `chat`."""
+        return self.chat(index).to_json()
+
     def _check_files(self, index: int, chat: Chat) -> None:
         """Raise DataError if a file is missing."""
         for number, turn in enumerate(chat.turns):

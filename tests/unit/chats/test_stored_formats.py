@@ -426,7 +426,7 @@ def test_keys_without_a_value_count_as_absent(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     for path in (write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a.json"):
-        assert [len(ChatDataset(path, None).chat(index).turns) for index in range(3)] == [2, 2, 2]
+        assert [len(ChatDataset(path, None).messages(index)) for index in range(3)] == [2, 2, 2]
 
 
 def test_numbers_of_tables_choose_frames(tmp_path: Path, media: Path) -> None:
