@@ -269,9 +269,16 @@ class ForwardInputs:
         positions = self.on_host("position_ids") if self.padding_mask is None and self.detects_packing else None
         return None if positions is None else packed_starts(positions)
 
-    @property
+    @functools.cached_property
     def has_labels(self) -> bool:
         return self.labels is not None or self.shift_labels is not None
+
+    @property
+    def given_labels(self) -> Tensor:
+        """`shift_labels`, or `labels` without them; one of them was given."""
+        given = self.labels if self.shift_labels is None else self.shift_labels
+        assert given is not None
+        return given
 
     def target_labels(self, ignore_index: int | None = None) -> Tensor:
         """Return (B, L) shifted labels, which were given, on the CPU. The last is `ignore_index` (None: -100)."""
