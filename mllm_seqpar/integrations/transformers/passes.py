@@ -412,7 +412,13 @@ class Pass:
         if self.cache_state is not None and not isinstance(text, StarText):
             recorder = self.context.recorder(self, rows)
         return ForwardState(
-            self.context, text=text, frames=frames, row_facts=facts, visual_tokens=visual_tokens, recorder=recorder
+            self.context,
+            text=text,
+            frames=frames,
+            row_facts=facts,
+            visual_tokens=visual_tokens,
+            recorder=recorder,
+            whole_positions=inputs.positions,
         )
 
     def _state_over_cache(self, rows: Rows, visual_tokens: list[VisualTokens] | None) -> ForwardState:
@@ -439,6 +445,7 @@ class Pass:
             visual_tokens=visual_tokens,
             text_length=inputs.past_length + rows.stop,
             recorder=self.context.recorder(self, rows),
+            whole_positions=inputs.positions,
         )
 
     def _run_rows(self, rows: Rows, state: ForwardState) -> Any:
@@ -467,7 +474,6 @@ class Pass:
         embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
         if text is not None and not has_frames:
             embeds = with_accumulated_gradients(embeds, family.model)
-        family.whole_positions = inputs.positions
         return family.run_decoder(embeds, positions, mask, self.cache, state, **self.kwargs)
 
     def _decoder_mask(self, rows: Rows, embeds: Tensor, positions: Tensor) -> Any:
