@@ -54,7 +54,7 @@ def _decoder_around(module: nn.Module, family: ModelFacts[Any]) -> nn.Module:
         raise AdapterError(
             f"{type(family).__name__}: {type(module).__name__} derives its frequencies from the length of the text, "
             f"and no module within {type(family.model).__name__} contains it and attention to text, so it would take "
-            "the length of a rank's shard; use another rope_type, or leave it out of rotary_embeddings"
+            "the length of a rank's shard; use another rope_type"
         )
     return found
 
