@@ -59,8 +59,8 @@ class SeqParConfig:
             caller passes from a memory-mapped file stay in the file. Needs strategy="lv-xattn". None: no offload.
         cluster: a cluster file of the planner, by its path or by the name of one in `configs/clusters`. "auto" decides
             by its rates (None: measured rates). "mesh" optimises its order of transfers, and its shape without `tile`,
-            for them (None: for bytes). kernel="auto" takes the kernels that are the fastest by its `kernels`, which
-            `mllm-seqpar calibrate` writes.
+            for them (None: for bytes, or for the measured rates if the other of the two strategies is "auto").
+            kernel="auto" takes the kernels that are the fastest by its `kernels`, which `mllm-seqpar calibrate` writes.
         logits: "full": every rank returns the logits of the caller's whole text; "local": of its own tokens; "auto":
             full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
             head computes only the tokens that have a target, which saves most of the memory of training if few tokens

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ class Conversation:
         self._batch, self._on_host = batch, on_host
         self.encoded = encoded
         self._later: list[_LaterMedia] = []
-        self._passed: dict[int, dict[str, Any]] = {}
+        self._passed = WeakKeyDictionary[Encoded, dict[str, Any]]()
         self._cache: Any = None
         self._cached_ids: list[int] = []
 
@@ -438,10 +439,10 @@ class Conversation:
 
     def _features_of(self, encoded: Encoded) -> dict[str, Any]:
         """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
-        if id(encoded) not in self._passed:
+        if encoded not in self._passed:
             found = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
-            self._passed[id(encoded)] = found
-        return self._passed[id(encoded)]
+            self._passed[encoded] = found
+        return self._passed[encoded]
 
     def _keep_prefix(self, text: ChatText) -> int:
         """Crop the cache to the tokens that the prompt begins with, but not to all of it; return their number.

@@ -44,7 +44,7 @@ class Interrupted(SeqParError):
     """The user ended the encoding of the frames."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encoded:
     """The visual features of a video, or of several videos and images, sharded over the ranks of a group.
 
@@ -60,7 +60,7 @@ class Encoded:
     features: Tensor
     shard: FrameShard
     source: FrameSource | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     sizes: Sequence[int] | None = None
 
     @property

@@ -16,7 +16,7 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -345,7 +345,7 @@ class _ReadAhead:
     def begin(self, samples: tuple[int, ...]) -> MicroBatch:
         """Begin to read the next micro-batch, and return it."""
         batch = MicroBatch(samples)
-        self._opening.submit(self._open, batch)
+        self._submit(self._opening, self._open, batch)
         return batch
 
     def release(self, batch: MicroBatch) -> None:
@@ -361,7 +361,23 @@ class _ReadAhead:
         for pool in (self._opening, self._loading):
             pool.shutdown(cancel_futures=True)
 
+    @staticmethod
+    def _submit(pool: ThreadPoolExecutor, step: Callable[[MicroBatch], None], batch: MicroBatch) -> bool:
+        """Return whether `pool` will run the step; if it cannot, its error is the result of the micro-batch.
+
+        A pool that could not start a thread has queued the step all the same, and runs it once it has a thread. Steps
+        therefore do nothing with a micro-batch that has a result.
+        """
+        try:
+            pool.submit(step, batch)
+        except RuntimeError as error:  # the system allows no further thread, or the program ends
+            batch.loaded.set_exception(error)
+            return False
+        return True
+
     def _open(self, batch: MicroBatch) -> None:
+        if batch.loaded.done():
+            return
         try:
             self._reader.open(batch)
         except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
@@ -377,13 +393,13 @@ class _ReadAhead:
                 if self._bytes and self._bytes + self._opened[0].size > self._limit:
                     return
                 batch = self._opened.popleft()
-                self._bytes, self._running = self._bytes + batch.size, self._running + 1
-                try:
-                    self._loading.submit(self._load, batch)
-                except RuntimeError as error:  # the system allows no further thread, or the program ends
-                    batch.loaded.set_exception(error)
+                self._bytes += batch.size
+                self._running += self._submit(self._loading, self._load, batch)
 
     def _load(self, batch: MicroBatch) -> None:
+        with self._lock:  # it was submitted under the lock
+            if batch.loaded.done():
+                return
         try:
             self._reader.load(batch)
         except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken

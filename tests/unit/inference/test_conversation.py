@@ -1,6 +1,7 @@
 """Layer: one process. Each turn of a conversation equals one prompt with all messages; the ranks are threads."""
 
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,18 @@ def test_encoding_that_is_interrupted_ends_after_its_batch_on_all_ranks(gated: C
         return type(error.value).__name__
 
     assert converse(gated, 2, body) == ["Interrupted", "AgreementError"] and done == [0]
+
+
+def test_arguments_of_features_that_are_replaced_are_released(gated: Case) -> None:
+    def body(conversation: Conversation) -> tuple[int, int]:
+        conversation.encode()
+        assert conversation.encoded is not None
+        conversation._features_of(conversation.encoded)
+        used = len(conversation._passed)
+        conversation.encoded = replace(conversation.encoded)
+        return used, len(conversation._passed)
+
+    assert converse(gated, 1, body) == [(1, 0)]
 
 
 def test_later_turns_show_further_media(case: Case) -> None:

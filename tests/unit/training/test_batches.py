@@ -236,6 +236,32 @@ def test_what_a_thread_raises_reaches_the_one_that_waits(monkeypatch: pytest.Mon
             ahead.begin((0,)).loaded.result(10)
 
 
+@pytest.mark.parametrize("pool", ["open", "load"])
+def test_a_thread_that_cannot_start_costs_only_its_micro_batch(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
+    failures, start = [RuntimeError("can't start new thread")], threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.startswith(pool) and failures:
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    done: list[tuple[int, ...]] = []
+
+    def load(batch: MicroBatch) -> None:
+        done.append(batch.samples)
+        batch.loaded.set_result(None)
+
+    reader = SimpleNamespace(threads=1, open=lambda batch: None, load=load)
+    with closing(batches_module._ReadAhead(reader, 1)) as ahead:  # type: ignore[arg-type]
+        first, *others = [ahead.begin((number,)) for number in range(3)]
+        with pytest.raises(RuntimeError, match="new thread"):
+            first.loaded.result(10)
+        for batch in others:
+            batch.loaded.result(10)
+    assert done == [(1,), (2,)]
+
+
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[tuple[int, ...]] = []
     received, load = threading.Event(), BatchReader.open
