@@ -39,6 +39,9 @@ class Adapter(Protocol):
     An adapter may also have these attributes, each of which `Family` describes:
 
     - `frame_arguments`: `SeqParTrainer` leaves these arguments of the model in host memory.
+    - `parts`: `finetune` trains or freezes them by these names.
+    - `has_cross_attention`: False for a decoder-only model, which on one rank may also be sharded by tensor parallelism.
+      True if it is missing.
     - `chat`: fine-tuning and questions from chats.
     - `sizes`: the planner.
     """
