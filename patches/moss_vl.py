@@ -40,14 +40,14 @@ from mllm_seqpar.adapting import (
     refuse_dropout,
     take_spans,
 )
-from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
+from mllm_seqpar.models.moss_vl.layout import MossVLLayout, count_positions, frame_grids, real_tokens
 from mllm_seqpar.models.moss_vl.modeling import (
     MASK,
     after_text,
     check_appended,
     crop_layout,
-    earlier_offsets,
     media_of_samples,
+    next_positions,
 )
 from mllm_seqpar.models.mplug_owl3.media import brings_frames
 
@@ -151,18 +151,18 @@ class MossVLInputs(ForwardInputs):
         tokens = self.on_host("input_ids")
         if tokens is None:
             tokens = torch.empty(self.batch, self.length, 0)
-        state = self.cache_state
+        state, mask = self.cache_state, self.on_host("attention_mask")
         layout = self.model.layout(
             tokens,
             grids,
             frames,
-            self.on_host("attention_mask"),
+            mask,
             None if grids is None else self.on_host(MASK),
             self.on_host("position_ids"),
             self.past_length,
-            None if state is None else earlier_offsets(state, self.batch),
+            next_positions(state, mask, self.past_length, self.batch, tokens.device),
         )
-        return after_text(layout, state, self.batch)
+        return after_text(layout, state, mask, self.batch)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -172,10 +172,10 @@ class MossVLInputs(ForwardInputs):
             return self.position_ids.expand(shape)
         if not self.past_length or self.total_frames:
             return copy_to_device(self.layout.positions[:, :, -self.length :], device)
-        state = self.cache_state
-        offsets = None if state is None else earlier_offsets(state, self.batch)
-        begin = self.past_length if offsets is None else self.past_length + copy_to_device(offsets, device)
-        return (torch.arange(self.length, device=device) + begin).expand(shape)
+        mask = self.attention_mask
+        begin = next_positions(self.cache_state, mask, self.past_length, self.batch, device)
+        real = real_tokens(mask, self.batch, self.past_length, self.past_length + self.length, device)
+        return count_positions(begin, real).expand(shape)
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further what `layout` is made from, in a pass that makes it."""

@@ -23,7 +23,7 @@ pytest.importorskip("lmms_eval")
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 QUESTIONS = ("What is it?", "Why?", "Where?")
-MODELS = ("gated", *(name for name in MAKERS if name.startswith("qwen")))
+MODELS = ("gated", "moss_vl", *(name for name in MAKERS if name.startswith("qwen")))
 
 
 def directory(folder: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ Shape legend: B samples, L text tokens, F frames of all samples in one flat list
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +42,14 @@ class MossVLLayout(MediaLayout):
         """(F,) the number of visual tokens of each frame, with the separator."""
         return self.sizes.prod(1) + 1
 
-    def offsets(self) -> Tensor:
-        """Return (B, 1): how far the positions of later tokens are from their number in the text."""
-        following = torch.maximum(self.positions.amax((0, 2))[:, None] + 1, self.begin)
-        return following - (self.past_length + self.positions.shape[2])
+    @property
+    def end(self) -> int:
+        """The number of tokens of the text up to the last of this layout."""
+        return self.past_length + self.positions.shape[2]
+
+    def following(self) -> Tensor:
+        """Return (B, 1), the position of the first token after this text that is not padding."""
+        return torch.maximum(self.positions.amax((0, 2))[:, None] + 1, self.begin)
 
     def visual_positions(self, frames: Spans | None = None) -> Tensor:
         """Return (V, 3) int32, time, height and width of each visual token of some frames (None: all)."""
@@ -60,21 +65,20 @@ class MossVLLayout(MediaLayout):
         row, column = (torch.where(is_separator, last, x) for x in (number // width, number % width))
         return torch.stack([first + last, first + row, first + column], 1).int()
 
-    def followed_by(self, later: "MossVLLayout", rows: Tensor) -> "MossVLLayout":
+    def followed_by(self, later: "MossVLLayout", rows: Tensor, between: Tensor) -> "MossVLLayout":
         """Return the layout of this text, which has no frames, and of a later one with the first frames.
 
-        Row b of the later text continues row ``rows[b]`` of this one.
+        Row b of the later text continues row ``rows[b]`` of this one. `between` (B, tokens) bool has the tokens between
+        the two, False at padding.
         """
         positions = self.positions[:, rows]
-        decoded = later.past_length - self.past_length - positions.shape[2]
-        between = torch.arange(later.past_length - decoded, later.past_length, device=positions.device)
-        between = (between + self.offsets()[rows]).expand(3, -1, -1)
+        counted = count_positions(self.following()[rows], between).expand(3, -1, -1)
         before = later.sample_range[:, :1].expand(-1, later.past_length - self.past_length)
         return replace(
             later,
             first=torch.cat([before, later.first], 1),
             stop=torch.cat([before, later.stop], 1),
-            positions=torch.cat([positions, between, later.positions], 2),
+            positions=torch.cat([positions, counted, later.positions], 2),
             past_length=self.past_length,
             begin=self.begin[rows],
         )
@@ -82,6 +86,29 @@ class MossVLLayout(MediaLayout):
     def cropped(self, length: int, inclusive: bool = True) -> "MossVLLayout":
         kept = replace(self, positions=self.positions[:, :, : max(0, length - self.past_length)])
         return MediaLayout.cropped(kept, length, inclusive)  # type: ignore[return-value]
+
+
+def real_tokens(attention_mask: Any, batch: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Return (B, stop - start) bool, False at padding, of a part of the text.
+
+    Args:
+        attention_mask: (B, tokens so far), 0 at padding; of None and of masks in other forms, no token is padding.
+        batch: B.
+    """
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return attention_mask[:, start:stop].to(device) != 0
+    return torch.ones(batch, stop - start, dtype=torch.bool, device=device)
+
+
+def count_positions(begin: Tensor, real: Tensor, extent: Tensor | int = 0) -> Tensor:
+    """Return (B, L), the positions of tokens of which the first has `begin` (B, 1); 0 at padding.
+
+    Args:
+        real: (B, L) bool, False at padding.
+        extent: (B, L), how many positions a frame takes before its placeholder, or 0 without frames.
+    """
+    step = real.long()
+    return (begin + (step + extent).cumsum(1) - step).masked_fill(~real, 0)
 
 
 def frame_grids(grid_thw: Tensor, media: Sequence[int], batch: int) -> tuple[Tensor, list[int]]:
@@ -152,11 +179,11 @@ def moss_vl_layout(
     sizes: Tensor,
     frames: Sequence[int],
     placeholders: Tensor | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     cross_attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     past_length: int = 0,
-    offsets: Tensor | None = None,
+    begin: Tensor | None = None,
 ) -> MossVLLayout:
     """Return the layout of a text of which no token is in the cache, or which brings frames to its cache.
 
@@ -166,13 +193,13 @@ def moss_vl_layout(
         frames: the number of frames of each sample; it has one entry for each beam group if B is larger. A frame
             without a placeholder is hidden from every row, such as the blank image of a text without media.
         placeholders: (B, L) bool, the tokens `<|image_pad|>`; None: they follow from the mask.
-        attention_mask: (B, tokens so far), 0 at padding.
+        attention_mask: see `real_tokens`.
         cross_attention_mask: see `visible_frames`; None: every row attends to all frames of its sample. It may
             also have rows for the tokens in the cache, as `generate` passes it with the whole text.
         position_ids: (3, B, L) or (B, L), the positions of the text, if the caller states them. The frames of a
             placeholder then begin max(h, w) before it.
         past_length: the number of tokens in the cache.
-        offsets: (B, 1), `MossVLLayout.offsets` of the text in the cache.
+        begin: (B, 1), the position that follows those of the text in the cache; None without one.
 
     Raises:
         ShapeError, MaskError: the arguments do not fit together.
@@ -181,9 +208,7 @@ def moss_vl_layout(
     beams = batch // max(1, len(frames))
     counts = torch.tensor(list(frames) or [0] * batch, device=device).repeat_interleave(beams if frames else 1)
     starts = _starts(frames, beams, batch, device)
-    real = torch.ones(batch, length, dtype=torch.bool, device=device)
-    if attention_mask is not None:
-        real = attention_mask[:, past_length : past_length + length].to(device) != 0
+    real = real_tokens(attention_mask, batch, past_length, past_length + length, device)
     first, stop = (starts[:, None].expand(batch, length) for _ in range(2))
     stop = stop + counts[:, None]
     prompt = length
@@ -214,13 +239,9 @@ def moss_vl_layout(
     extents = torch.nn.functional.pad(sizes.amax(1), (0, 1)) if len(sizes) else sizes.new_zeros(1)
     frame = torch.where(placeholders, starts[:, None] + number, len(sizes))
     extent = extents[frame]
-    begin = torch.full((batch, 1), past_length, device=device)
-    if offsets is not None:
-        begin = begin + offsets.to(device)
+    begin = torch.zeros(batch, 1, dtype=torch.long, device=device) if begin is None else begin.to(device)
     if position_ids is None:
-        step = real.long()
-        found = (begin + step.cumsum(1) - step + extent.cumsum(1)).masked_fill(~real, 0)
-        positions = found[None].expand(3, -1, -1)
+        positions = count_positions(begin, real, extent).expand(3, -1, -1)
     else:
         positions = position_ids.to(device).expand(3, batch, length)
         _check_one_sequence(positions[0], real)

@@ -49,7 +49,7 @@ from mllm_seqpar.sharding import FrameSizes
 
 from .configuration import MossVLConfig, MossVLTextConfig, MossVLVisionConfig
 from .cross_attention import MossVLCrossAttentionDecoderLayer, MossVLVisual
-from .layout import MossVLLayout, frame_grids, moss_vl_layout
+from .layout import MossVLLayout, count_positions, frame_grids, moss_vl_layout, real_tokens
 
 FRAMES = ("pixel_values", "visual_embeds")
 OF_FRAMES = (*FRAMES, "grid_thw", "media_nums_per_sample", "vision_chunked_length", "visual_shard")
@@ -269,7 +269,7 @@ class MossVLModel(MossVLPreTrainedModel):
         cross_attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_length: int = 0,
-        offsets: Tensor | None = None,
+        begin: Tensor | None = None,
     ) -> MossVLLayout:
         """Return the layout of token ids (B, L), or of embeddings (B, L, C); see `moss_vl_layout`.
 
@@ -279,18 +279,17 @@ class MossVLModel(MossVLPreTrainedModel):
         merge = self.config.vision.spatial_merge_size
         if grids is None:
             grids = torch.zeros(0, 2, dtype=torch.long, device=tokens.device)
-        is_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         return moss_vl_layout(
             batch=batch,
             length=length,
             sizes=grids.to(tokens.device) // merge,
             frames=frames,
             placeholders=tokens == self.config.image_token_id if tokens.dim() == 2 else None,
-            attention_mask=attention_mask if is_mask else None,
+            attention_mask=attention_mask,
             cross_attention_mask=cross_attention_mask,
             position_ids=position_ids,
             past_length=past_length,
-            offsets=offsets,
+            begin=begin,
         )
 
     def _features(
@@ -347,7 +346,7 @@ class MossVLModel(MossVLPreTrainedModel):
         features = self._features(pixel_values, visual_embeds, grid_thw, vision_chunked_length)
         if past_length and features is None:
             assert state is not None
-            positions, visual = _continued(state, past_length, length, batch, tokens.device)
+            positions, visual = _continued(state, attention_mask, past_length, length, batch, tokens.device)
             if position_ids is not None:
                 positions = position_ids.expand(3, batch, length)
         else:
@@ -361,7 +360,7 @@ class MossVLModel(MossVLPreTrainedModel):
                 None if features is None else cross_attention_mask,
                 position_ids,
                 past_length,
-                None if state is None else earlier_offsets(state, batch),
+                next_positions(state, attention_mask, past_length, batch, tokens.device),
             )
             positions, visual = layout.positions, None
             if features is not None:
@@ -369,7 +368,7 @@ class MossVLModel(MossVLPreTrainedModel):
             if appends and features is not None:
                 check_appended(layout, input_ids, self.config.image_token_id)
             if state is not None:
-                visual = _store(state, layout, length, features, given)
+                visual = _store(state, layout, attention_mask, length, features, given)
             elif features is not None:
                 visual = MossVLVisual.of(layout, layout.rows(past_length, length), features)
         return self.language_model(
@@ -419,15 +418,24 @@ def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_i
         )
 
 
-def earlier_offsets(state: SequenceParallelCacheState, batch: int) -> Tensor | None:
-    """Return (B, 1), the offsets of the positions of the cached text that a pass continues; None if it begins one."""
-    layout = state.frame_facts
-    if layout is None:
-        return None
-    return cast(MossVLLayout, layout).offsets()[state.rows_of(batch).to(layout.first.device)]
+def next_positions(
+    state: SequenceParallelCacheState | None, attention_mask: Any, past_length: int, batch: int, device: torch.device
+) -> Tensor:
+    """Return (B, 1), the position of the first token of a pass that is not padding.
+
+    The layout of a cache may end before the cache does: the later tokens, which brought no frames, are counted.
+    """
+    layout = cast(MossVLLayout | None, None if state is None else state.frame_facts)
+    end, begin = 0, torch.zeros(1, dtype=torch.long, device=device)
+    if state is not None and layout is not None:
+        rows = state.rows_of(batch).to(layout.first.device)
+        end, begin = layout.end, copy_to_device(layout.following()[rows], device)
+    return begin + real_tokens(attention_mask, batch, end, past_length, device).sum(1, keepdim=True)
 
 
-def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, batch: int) -> MossVLLayout:
+def after_text(
+    layout: MossVLLayout, state: SequenceParallelCacheState | None, attention_mask: Any, batch: int
+) -> MossVLLayout:
     """Return the layout of a pass; of the text before it too, if no frames came with that.
 
     If frames did, their layout stays among those of their own passes.
@@ -437,7 +445,8 @@ def after_text(layout: MossVLLayout, state: SequenceParallelCacheState | None, b
         return layout
     device = layout.first.device
     earlier = cast(MossVLLayout, earlier.to(device))
-    return earlier.followed_by(layout, state.rows_of(batch).to(device))
+    between = real_tokens(attention_mask, batch, earlier.end, layout.past_length, device)
+    return earlier.followed_by(layout, state.rows_of(batch).to(device), between)
 
 
 def crop_layout(state: SequenceParallelCacheState, past_length: int) -> None:
@@ -468,12 +477,17 @@ def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> Seque
 
 
 def _continued(
-    state: SequenceParallelCacheState, past_length: int, length: int, batch: int, device: torch.device
+    state: SequenceParallelCacheState,
+    attention_mask: Any,
+    past_length: int,
+    length: int,
+    batch: int,
+    device: torch.device,
 ) -> tuple[Tensor, MossVLVisual | None]:
     """Return the positions (3, B, L) of tokens that continue a cache, and its frames, to which they attend."""
-    offsets = earlier_offsets(state, batch)
-    begin = past_length + (0 if offsets is None else offsets.to(device))
-    positions = (begin + torch.arange(length, device=device)).expand(3, -1, -1)
+    begin = next_positions(state, attention_mask, past_length, batch, device)
+    real = real_tokens(attention_mask, batch, past_length, past_length + length, device)
+    positions = count_positions(begin, real).expand(3, -1, -1)
     if state.frames is None:
         return positions, None
     return positions, MossVLVisual.of_cache(state, past_length, length, batch, device)
@@ -482,13 +496,14 @@ def _continued(
 def _store(
     state: SequenceParallelCacheState,
     layout: MossVLLayout,
+    attention_mask: Any,
     length: int,
     features: Tensor | None,
     given: Tensor | None,
 ) -> MossVLVisual | None:
     """Store the layout of a pass with its cache, and the frames, whose K and V the layers add; return the frames."""
     batch, past_length = layout.first.shape[0], layout.past_length
-    whole = after_text(layout, state, batch)
+    whole = after_text(layout, state, attention_mask, batch)
     if features is None or given is None:
         state.frame_facts = whole
         return None

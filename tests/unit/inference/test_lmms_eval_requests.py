@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from family_directories import MAKERS, family_folder
 from lmms_eval_names import lmms_eval_model
 from mllm_seqpar import patch_model
 from mllm_seqpar.chats.clip import Clip
@@ -57,20 +58,22 @@ def test_likelihood_of_an_empty_text_is_refused(model: Any) -> None:
         model._Request(messages=[], sampling=Sampling(), target="").answer(None, None)
 
 
+@pytest.mark.parametrize("name", ["gated", "moss_vl"])
 def test_requests_are_answered_and_scored_and_padding_is_not(
-    model: Any, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, inference_files: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(model, "GenerationResult", SimpleNamespace)
     clip = str(inference_files / "clip.mp4")
-    asked = model.SimpleSeqParModel(str(inference_files / "gated"), device="cpu", num_frames=3)
+    directory = str((family_folder() if name in MAKERS else inference_files) / name)
+    asked = model.SimpleSeqParModel(directory, device="cpu", num_frames=3)
     asked.task_dict = {"task": {"test": [{}]}}
     place = (lambda document: [clip], 0, "task", "test")
     real = SimpleNamespace(args=("What is it?", {"max_new_tokens": 4}, *place), metadata=None)
     padding = SimpleNamespace(args=None, metadata={"__padding_only__": True})
     first, none, again = asked.generate_until([real, padding, real])
     assert first == again and none == ""
-    processor = load_processor(str(inference_files / "gated"))
-    patched = patch_model(load_for_inference(str(inference_files / "gated"), "auto", torch.device("cpu")))
+    processor = load_processor(directory)
+    patched = patch_model(load_for_inference(directory, "auto", torch.device("cpu")))
     video = encode(patched, processor, VideoSource.open(clip, num_frames=3))
     expected = answer(patched, processor, "What is it?", video, Sampling(max_new_tokens=4))
     assert first == expected.text
