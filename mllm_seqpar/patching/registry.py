@@ -40,8 +40,8 @@ class Adapter(Protocol):
 
     - `frame_arguments`: `SeqParTrainer` leaves these arguments of the model in host memory.
     - `parts`: `finetune` trains or freezes them by these names.
-    - `has_cross_attention`: False for a decoder-only model, which on one rank may also be sharded by tensor parallelism.
-      True if it is missing.
+    - `has_cross_attention`: False for a decoder-only model, which tensor parallelism may also shard on one rank;
+      default True.
     - `chat`: fine-tuning and questions from chats.
     - `sizes`: the planner.
     """
