@@ -22,6 +22,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.runtime.checksums import checksum, sampled_bits
+from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
@@ -302,9 +303,9 @@ def custom_loss(model: Any) -> Any:
     return None if function is ForCausalLMLoss else function
 
 
-def check_computed_loss(model: Any, inputs: ForwardInputs) -> None:
+def check_computed_loss(model: Any, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> None:
     """Raise unless the loss can be computed here: ConfigError if the model's loss is not the cross-entropy of tokens,
-    and ShapeError if the labels do not have the shape of the text."""
+    and ShapeError if the labels have neither the shape of the text nor that of the rows of `logits_to_keep`."""
     function = custom_loss(model)
     if function is not None:
         raise ConfigError(
@@ -314,9 +315,15 @@ def check_computed_loss(model: Any, inputs: ForwardInputs) -> None:
             "loss from the logits"
         )
     name = "labels" if inputs.shift_labels is None else "shift_labels"
-    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
-    if labels is not None and tuple(labels.shape) != shape:
-        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+    labels, shape = inputs.given_labels, (inputs.batch, inputs.length)
+    if tuple(labels.shape) == shape:
+        return
+    kept = tuple(select_logit_rows(torch.empty(*shape, 1), logits_to_keep).shape[:-1])
+    if tuple(labels.shape) != kept:
+        of_rows = "" if kept == shape else f", or {kept}, one for each row of logits_to_keep"
+        raise ShapeError(
+            f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call{of_rows}"
+        )
 
 
 def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:

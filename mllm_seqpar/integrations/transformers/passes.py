@@ -208,7 +208,7 @@ class Pass:
         if inputs.has_labels:
             shards_text = size > 1 and self.config.self_attention != "local" and not inputs.use_cache
             if shards_text or self._leaves_out_logits():
-                check_computed_loss(family.model, inputs)
+                check_computed_loss(family.model, inputs, self.logits_to_keep)
         family.check_inputs(inputs)
 
     def _check_arguments(self) -> None:
@@ -412,7 +412,13 @@ class Pass:
         if self.cache_state is not None and not isinstance(text, StarText):
             recorder = self.context.recorder(self, rows)
         return ForwardState(
-            self.context, text=text, frames=frames, row_facts=facts, visual_tokens=visual_tokens, recorder=recorder
+            self.context,
+            text=text,
+            frames=frames,
+            row_facts=facts,
+            visual_tokens=visual_tokens,
+            recorder=recorder,
+            whole_positions=inputs.positions,
         )
 
     def _state_over_cache(self, rows: Rows, visual_tokens: list[VisualTokens] | None) -> ForwardState:
@@ -439,6 +445,7 @@ class Pass:
             visual_tokens=visual_tokens,
             text_length=inputs.past_length + rows.stop,
             recorder=self.context.recorder(self, rows),
+            whole_positions=inputs.positions,
         )
 
     def _run_rows(self, rows: Rows, state: ForwardState) -> Any:
@@ -467,7 +474,6 @@ class Pass:
         embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
         if text is not None and not has_frames:
             embeds = with_accumulated_gradients(embeds, family.model)
-        family.whole_positions = inputs.positions
         return family.run_decoder(embeds, positions, mask, self.cache, state, **self.kwargs)
 
     def _decoder_mask(self, rows: Rows, embeds: Tensor, positions: Tensor) -> Any:
@@ -495,13 +501,14 @@ class Pass:
         if text is not None and self.cache is None:
             loss, logits = self._loss_and_logits_of_shards(text, hidden)
         else:
+            wanted = 0 if self._has_loss_of_every_row else self.logits_to_keep
             if text is None:
-                hidden = select_logit_rows(hidden, self.logits_to_keep)
+                hidden = select_logit_rows(hidden, wanted)
             elif len(parts) == 1:
-                hidden = requested_rows(text, self.logits_to_keep, hidden)
+                hidden = requested_rows(text, wanted, hidden)
             else:  # of Star Attention, the query after the context
                 query, later = decoded[1].last_hidden_state, decoded[1].hidden_states
-                hidden = requested_rows(text, self.logits_to_keep, hidden, query)
+                hidden = requested_rows(text, wanted, hidden, query)
                 if states is not None and later is not None:
                     pairs = zip(states, later, strict=True)
                     states = tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)
@@ -520,6 +527,18 @@ class Pass:
         return isinstance(self.logits_to_keep, int) and self.logits_to_keep == 0
 
     @property
+    def _has_loss_of_every_row(self) -> bool:
+        """Whether the loss is that of the whole text, also if logits of some rows only are returned.
+
+        Labels of another shape belong to the rows whose logits are returned, and so do all labels of a loss function of
+        the user.
+        """
+        inputs = self.inputs
+        if not inputs.has_labels or inputs.is_decoding_step or custom_loss(self.family.model) is not None:
+            return False
+        return inputs.given_labels.shape == (inputs.batch, inputs.length)
+
+    @property
     def _loss_options(self) -> dict[str, Any]:
         """The options of the losses that are computed here."""
         options = {name: self.kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
@@ -532,6 +551,8 @@ class Pass:
         """
         inputs, head, option = self.inputs, self.family.model.get_output_embeddings(), self.config.logits
         loss = logits = None
+        if inputs.has_labels and not self._has_loss_of_every_row:
+            return self._loss_and_logits(select_logit_rows(text.unshard(hidden, 1), self.logits_to_keep))
         if inputs.has_labels:
             targets = inputs.target_labels(self.kwargs.get("ignore_index"))
             if self._leaves_out_logits():
@@ -548,16 +569,22 @@ class Pass:
     def _loss_and_logits(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the loss and the logits of a pass in which every rank has all text.
 
-        `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned.
+        `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned, or of all rows if the loss
+        is that of the whole text.
         """
         family, inputs, kwargs, model = self.family, self.inputs, self.kwargs, self.family.model
+        head = model.get_output_embeddings()
+        if not inputs.has_labels:
+            return None, head(hidden)
         ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
         if self._leaves_out_logits():
             targets = inputs.target_labels(ignore)
-            return loss_of_targets(hidden, model.get_output_embeddings(), targets, **self._loss_options), None
-        logits = model.get_output_embeddings()(hidden)
-        if not inputs.has_labels:
-            return None, logits
+            return loss_of_targets(hidden, head, targets, **self._loss_options), None
+        if self._has_loss_of_every_row:
+            kept = select_logit_rows(hidden, self.logits_to_keep)
+            if kept.shape != hidden.shape or isinstance(self.logits_to_keep, Tensor):
+                return loss_of_targets(hidden, head, inputs.target_labels(ignore), **self._loss_options), head(kept)
+        logits = head(hidden)
         if custom_loss(model) is None and not inputs.is_decoding_step:
             targets = inputs.target_labels(ignore)
             require_tokens(targets, logits.shape[-1], ignore)
