@@ -21,8 +21,8 @@ from mllm_seqpar.chats.chat_family import tokenize as tokenize
 from mllm_seqpar.chats.clip import FeatureFrames as FeatureFrames
 from mllm_seqpar.chats.clip import FrameSource as FrameSource
 from mllm_seqpar.chats.clip import ImageListSource as ImageListSource
-from mllm_seqpar.checkpointing import TokenwiseFunction as TokenwiseFunction
-from mllm_seqpar.checkpointing import run_in_chunks as run_in_chunks
+from mllm_seqpar.chunked_mlp import TokenwiseFunction as TokenwiseFunction
+from mllm_seqpar.chunked_mlp import run_in_chunks as run_in_chunks
 from mllm_seqpar.comm import Communicator as Communicator
 from mllm_seqpar.comm.autograd import gather_shards as gather_shards
 from mllm_seqpar.errors import AdapterError as AdapterError

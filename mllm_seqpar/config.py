@@ -65,7 +65,9 @@ class SeqParConfig:
             full without labels, local with labels. "none": with labels, the output has a loss and no logits, and the
             head computes only the tokens that have a target, which saves most of the memory of training if few tokens
             of a long text have one; without labels as "auto". With `logits_to_keep`, a pass returns the logits of the
-            rows that it asks for, whatever this option says, and with labels the loss too.
+            rows that it asks for, whatever this option says. With labels it also returns the loss: of the whole text if
+            they have its shape (an unpatched model raises then), and of these rows if they have theirs. A loss function
+            of the model's own receives the labels and the logits of these rows.
 
     Raises:
         ConfigError: an unknown value; the message lists the known ones.
@@ -86,6 +88,11 @@ class SeqParConfig:
     vision_chunk_size: int | None = 32
     visual_offload: str | None = None
     cluster: str | None = None
+
+    @property
+    def shards_text(self) -> bool:
+        """Whether a rank of several computes its shard of a text only, where the text has a sharding."""
+        return self.self_attention != "local"
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -1,4 +1,4 @@
-"""Which rank owns which frames and text tokens: frames in one of two layouts, tokens in one of three.
+"""Which rank owns which frames and text tokens: tokens in one of three layouts, frames in one of two or over a cache.
 
 The functions are pure index arithmetic, the same on every rank; `shard_sequence` and `unshard_sequence` apply it to
 tensors. The objective is the sum of all ranks' losses: the adjoint of a slice pads with zeros, and the adjoint of an

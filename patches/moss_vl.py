@@ -182,8 +182,6 @@ class MossVLInputs(ForwardInputs):
         found = super().read_by_host()
         if self.position_ids is not None and not (self.past_length and self.frames is None):
             found["position_ids"] = self.position_ids
-        if self.frames is not None and self.input_ids is not None:
-            found["input_ids"] = self.input_ids  # one token may bring the first frames
         return found
 
 

@@ -95,8 +95,7 @@ class _MPlugOwl3Inputs(ForwardInputs):
         """Return further what `layout` is made from, in a pass that makes it."""
         found = super().read_by_host()
         if self.media_layout is None and not (self.past_length and self.frames is None):
-            given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
-            found |= {name: x for name, x in given.items() if x is not None}
+            found |= {} if self.position_ids is None else {"position_ids": self.position_ids}
         return found
 
 

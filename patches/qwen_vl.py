@@ -83,7 +83,7 @@ class QwenVLInputs(ForwardInputs):
         return self.pixels[kind] is not None or (self.frames_are_features and self.on_host(GRIDS[kind]) is not None)
 
     @functools.cached_property
-    def units(self) -> Tensor:
+    def frame_grids(self) -> Tensor:
         """Return (F, 3) int64 on the CPU: kind (0 image, 1 video), height and width in patches of each frame."""
         sizes, starts = [torch.zeros(0, 3, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
         kinds = self.on_host(TOKENS)
@@ -101,21 +101,21 @@ class QwenVLInputs(ForwardInputs):
             starts.append(places[first.clamp(max=places.numel() - 1)])
         return torch.cat(sizes)[torch.cat(starts).argsort(stable=True)]
 
-    def tokens_of(self, units: Tensor) -> Tensor:
-        """Return the number of tokens of each of `units`."""
-        return units[:, 1] * units[:, 2] // self.merge**2
+    def tokens_of(self, grids: Tensor) -> Tensor:
+        """Return the number of tokens of each of these frames."""
+        return grids[:, 1] * grids[:, 2] // self.merge**2
 
     @property
     def total_frames(self) -> int:
-        return 0 if self.frames is None else self.units.shape[0]
+        return 0 if self.frames is None else self.frame_grids.shape[0]
 
     def rows_of(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the rows of the frames ``start <= f < stop``: of pixels of images and of videos, or of embeddings."""
-        units = self.units[start:stop]
+        grids = self.frame_grids[start:stop]
         if self.frames_are_features:
-            return (int(self.tokens_of(units).sum()),)
-        rows = units[:, 1] * units[:, 2]
-        images = int(rows[units[:, 0] == 0].sum())
+            return (int(self.tokens_of(grids).sum()),)
+        rows = grids[:, 1] * grids[:, 2]
+        images = int(rows[grids[:, 0] == 0].sum())
         return images, int(rows.sum()) - images
 
     @property
@@ -169,12 +169,12 @@ class QwenVLInputs(ForwardInputs):
         Raises:
             ShapeError: the placeholders of the text and the frames do not match.
         """
-        kinds, units = self.on_host(TOKENS), self.units
+        kinds, grids = self.on_host(TOKENS), self.frame_grids
         assert kinds is not None
-        tokens, beams = self.tokens_of(units), self.batch // self.samples
+        tokens, beams = self.tokens_of(grids), self.batch // self.samples
         ends = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
         numbers = torch.arange(int(ends[-1]))
-        of_image = (units[:, 0] == 0).repeat_interleave(tokens)
+        of_image = (grids[:, 0] == 0).repeat_interleave(tokens)
         found = torch.full(kinds.shape, -1)
         for kind, name in enumerate(KINDS):
             if not self.has_frames(kind):
@@ -368,13 +368,13 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         position = list(inputs.rows_of(first, start))
         # The empty slices give a caller's tensor without rows here a zero gradient rather than none.
         parts = [pixels[:0] for pixels in inputs.pixels if pixels is not None]
-        units, times = inputs.units[start:stop].unique_consecutive(dim=0, return_counts=True)
-        for (kind, height, width), time in zip(units.tolist(), times.tolist(), strict=True):
+        grids, times = inputs.frame_grids[start:stop].unique_consecutive(dim=0, return_counts=True)
+        for (kind, height, width), time in zip(grids.tolist(), times.tolist(), strict=True):
             pixels, rows = inputs.pixels[kind], time * height * width
             assert pixels is not None
             parts.append(pixels[position[kind] : position[kind] + rows])
             position[kind] += rows
-        grid = torch.cat([times[:, None], units[:, 1:]], 1)
+        grid = torch.cat([times[:, None], grids[:, 1:]], 1)
         return torch.cat([x.to(parts[0]) for x in parts]), grid
 
     def visual_token_layout(self, inputs: QwenVLInputs) -> VisualTokenLayout:

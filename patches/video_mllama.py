@@ -113,10 +113,10 @@ class VideoMllamaFamily(MllamaFamily):
             positions = torch.arange(seen, seen + inputs.total_frames // inputs.samples).expand(inputs.samples, -1)
         else:
             positions = inputs.vision_position_ids.expand(inputs.samples, -1)
-        positions = take_spans(positions.reshape(1, -1), frames, 1)
+        positions = positions.reshape(1, -1)  # of all ranks: frequencies may depend on the largest
         if positions.device != weight.device:
             positions = copy_to_device(positions, weight.device)
-        return torch.cat(self.decoder.rotary_emb(weight, positions)).transpose(0, 1)
+        return take_spans(torch.cat(self.decoder.rotary_emb(weight, positions)).transpose(0, 1), frames)
 
     def target_weights(self, targets: Tensor) -> Tensor | None:
         return self.model.target_weights(targets)

@@ -203,7 +203,7 @@ def attend(
         without visible keys has o = 0, lse = -inf. Differentiable in q and in the inputs of the keys.
 
     Raises:
-        ConfigError: rows are replicated, and gradients are required of them, or of keys that are sharded.
+        ConfigError: rows are replicated, and gradients are required of them or of keys.
     """
     block_math = BlockMath(kernel, scale)
     if rows == "replicated":
@@ -256,12 +256,14 @@ def _attend_replicated(
         sharded, replicated = list[tuple[Keys, Sequence[Tensor]]](), list[tuple[Keys, Sequence[Tensor]]]()
         for keys in key_sets:
             (sharded if keys.spec.placement == "sharded" else replicated).append((keys, keys.inputs()))
-        if sharded:
-            if torch.is_grad_enabled() and any(x.requires_grad for _, inputs in sharded for x in (q, *inputs)):
+        if torch.is_grad_enabled():
+            needed = [q, *(x for _, inputs in (*sharded, *replicated) for x in inputs)]
+            if any(x.requires_grad for x in needed):
                 raise ConfigError(
-                    "use_cache: a pass with a cache has no backward pass through keys that are sharded over ranks; run "
-                    "it under torch.no_grad(), or pass use_cache=False to train"
+                    "use_cache: a pass with a cache has no backward pass through attention on several ranks; run it "
+                    "under torch.no_grad(), or pass use_cache=False to train"
                 )
+        if sharded:
             over_shards.append(_forward(comm, block_math, sharded, rows))
         results.append((bool(sharded), _forward(comm, block_math, replicated, rows) if replicated else None))
     merged: Iterator[tuple[Tensor, Tensor]] = iter(())

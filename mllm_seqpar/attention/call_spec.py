@@ -284,9 +284,9 @@ class MaskLayer(NamedTuple):
 CALL_ENTRIES = 4096
 """On a CPU, a call for a rectangle of a mask costs as much as this many entries.
 
-A table whose layers would take many small calls is computed at once, with its invisible entries: a random one of 256 rows
-and 32 frames of 64 keys takes 20 ms instead of 177. One of every third frame, the same for all rows, takes 35 instead of
-58 by layers.
+A table whose layers would take many small calls is computed at once, with its invisible entries: a random one of 256
+rows and 32 frames of 64 keys takes 20 ms instead of 177. One of every third frame, the same for all rows, takes 35 ms
+by layers instead of 58.
 """
 
 

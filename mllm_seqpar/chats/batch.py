@@ -140,7 +140,7 @@ def collate(
             )
     return ChatBatch(
         text=text,
-        sources=tuple(chat_format.units(source) for sample in samples for source in sample.sources),
+        sources=tuple(chat_format.frame_groups(source) for sample in samples for source in sample.sources),
         places=tuple(sample.place for sample in samples),
         owners=tuple(number for number, sample in enumerate(samples) for _ in sample.sources),
     )

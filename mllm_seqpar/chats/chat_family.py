@@ -191,19 +191,19 @@ class ChatFamily(ABC):
                 f"goes with {self.model_class}; copy the processor files of this model into the directory"
             )
 
-    def units(self, source: FrameSource) -> FrameSource:
-        """Return a source of the units that a rank encodes as a whole: the frames themselves, or groups of them."""
+    def frame_groups(self, source: FrameSource) -> FrameSource:
+        """Return a source of the frame groups that a rank encodes as a whole; by default, each frame is one."""
         return source
 
-    def unit_sizes(self, source: FrameSource) -> list[int]:
-        """Return the number of frames of the source in each of its units."""
-        count, units = len(source), len(self.units(source))
-        step = -(-count // units) if units else 1
+    def group_sizes(self, source: FrameSource) -> list[int]:
+        """Return the number of frames of the source in each of its frame groups."""
+        count, groups = len(source), len(self.frame_groups(source))
+        step = -(-count // groups) if groups else 1
         return [min(step, count - first) for first in range(0, count, step)]
 
     @abstractmethod
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
-        """Preprocess frames (n, 3, H, W), uint8, n > 0, or what `units` reads; return tensors (n, ...) for `encode`."""
+        """Preprocess frames (n, 3, H, W), uint8, n > 0, or what `frame_groups` reads; return (n, ...) for `encode`."""
 
     def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the results of several calls of `pixels` as the model's arguments, one for each of `frame_names`."""
@@ -211,7 +211,8 @@ class ChatFamily(ABC):
 
     def unsharded(self, *sources: FrameSource) -> dict[str, Tensor]:
         """Return all frames of the sources as arguments of the unpatched model, for one sample."""
-        parts = [self.pixels(read) for units in map(self.units, sources) for read in units.read(0, len(units))]
+        grouped = map(self.frame_groups, sources)
+        parts = [self.pixels(read) for groups in grouped for read in groups.read(0, len(groups))]
         found = zip(self.frame_names, self.joined(parts), strict=True)
         return {name: x[None] if self.always_sharded else x for name, x in found if len(x)}
 
@@ -241,7 +242,7 @@ class ChatFamily(ABC):
     def tower_rows(self, source: FrameSource) -> int:
         """Return the number of rows that the method of `tower` takes and returns for each frame of a source.
 
-        The source is what `units` returns.
+        The source is what `frame_groups` returns.
         """
         return 1
 
@@ -307,7 +308,7 @@ class ChatFamily(ABC):
         return None
 
     def stored_frames(self, count: int, metadata: Mapping[str, Any]) -> FrameSource:
-        """Return a source that stands for the frames whose `count` units a feature store has, with this metadata."""
+        """Return a source that stands for the frames of `count` frame groups in a feature store with this metadata."""
         return FeatureFrames(count, times=metadata.get("frame_seconds"))
 
 

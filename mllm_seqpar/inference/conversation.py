@@ -277,7 +277,7 @@ class Conversation:
         if attention is not None:
             finite = all(bool(x.isfinite().all()) for x in (attention.frames, attention.text))
             require_finite(finite, "attention weights", self._dtype, self._comm)
-            sizes = [size for source in self.sources for size in self._chat_format.unit_sizes(source)]
+            sizes = [size for source in self.sources for size in self._chat_format.group_sizes(source)]
             found = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
         return Answer(
             text=written.text,

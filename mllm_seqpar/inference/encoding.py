@@ -109,8 +109,8 @@ def encode(
     chat_format.check(model)
     given = tuple(source) if isinstance(source, Sequence) else (source,)
     sources = tuple(x.open(chat_format) if isinstance(x, Clip) else x for x in given)
-    units = [chat_format.units(each) for each in sources]
-    total = sum(map(len, units))
+    groups = [chat_format.frame_groups(each) for each in sources]
+    total = sum(map(len, groups))
     if total == 0:
         raise VideoError("encode: the source has no frames; give a source with at least one frame")
     comm = transfer_communicator(group)
@@ -121,7 +121,7 @@ def encode(
     by_rank = FrameSizes(total, sizes, held).spans(comm.size, layout if held is None else APPENDED)
     counts = [span_length(spans) for spans in by_rank]
     encoder = _Encoder(model, chat_format, len(shard), on_host)
-    with torch.no_grad(), closing(_batches(units, shard.ranges, batch, chat_format, encoder)) as batches:
+    with torch.no_grad(), closing(_batches(groups, shard.ranges, batch, chat_format, encoder)) as batches:
         while True:
             pixels = encoder.read(batches)
             if interrupted is not None and interrupted():

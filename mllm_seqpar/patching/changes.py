@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import eager
-from mllm_seqpar.checkpointing import TokenwiseFunction, run_in_chunks
+from mllm_seqpar.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState

@@ -39,6 +39,9 @@ class Adapter(Protocol):
     An adapter may also have these attributes, each of which `Family` describes:
 
     - `frame_arguments`: `SeqParTrainer` leaves these arguments of the model in host memory.
+    - `parts`: `finetune` trains or freezes them by these names.
+    - `has_cross_attention`: False for a decoder-only model, which tensor parallelism may also shard on one rank;
+      default True.
     - `chat`: fine-tuning and questions from chats.
     - `sizes`: the planner.
     """

@@ -71,6 +71,7 @@ class ForwardState:
         text_length: the number of text tokens so far, this pass included, in a pass with a cache. A static cache is
             longer.
         recorder: receives a row of each layer that attends to frames, in a pass whose attention to them is recorded.
+        whole_positions: the positions (..., L) of the whole text, from which rotary embeddings may take its length.
 
     Attributes:
         shards_text: whether hidden states hold this rank's tokens only.
@@ -89,12 +90,14 @@ class ForwardState:
         visual_tokens: list[VisualTokens] | None = None,
         text_length: int | None = None,
         recorder: Recorder | None = None,
+        whole_positions: Tensor | None = None,
     ) -> None:
         self.context, self.text, self.frames, self.row_facts = context, text, frames, row_facts or {}
         self.cached_text, self.text_length, self.recorder = cached_text, text_length, recorder
+        self.whole_positions = whole_positions
         self.visual_tokens = [] if visual_tokens is None else visual_tokens
         config = context.config
-        self.shards_text = text is not None and config.self_attention != "local"
+        self.shards_text = text is not None and config.shards_text
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
         self._text_masks: dict[int | None, TextMask] = {}
         self._text_specs: dict[Hashable, CallSpec] = {}

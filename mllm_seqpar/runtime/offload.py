@@ -28,7 +28,7 @@ from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
 
 from .host_copies import HostCopies
 from .projections import Projection
-from .visual_features import GradientSums, RecomputedKeys, VisualFeatures, frame_chunks, project_chunks
+from .visual_features import GradientSums, RecomputedKeys, VisualFeatures, project_chunks, unit_chunks
 
 
 class HostGradient:
@@ -119,7 +119,7 @@ class HostFeatures(VisualFeatures):
 
     def _stored_keys_values(self, project: Projection, dtype: torch.dtype) -> list[Tensor]:
         frames, tokens, _ = self.features.shape
-        chunks, stored = frame_chunks(self.features), list[Tensor]()
+        chunks, stored = unit_chunks(self.features), list[Tensor]()
         features = self.copies.to_device("features", self.features, chunks)
         for part, chunk in zip(features, chunks, strict=True):
             for number, x in enumerate(project_chunks(project, part.to(self.dtype), self.index[chunk], dtype)):
@@ -165,7 +165,7 @@ class OffloadedKeys(StreamedKeys):
         self.projection.require_unchanged_parameters()
         features, (needs_features, _, *needs) = saved[1], needed
         _, *parameters = self.projection.inputs()
-        visual, chunks, sums = self.visual, frame_chunks(features), GradientSums(len(parameters))
+        visual, chunks, sums = self.visual, unit_chunks(features), GradientSums(len(parameters))
         total, first = visual.gradient.begin() if needs_features else (None, True)
         copied = visual.copies.to_device("features", features, chunks)
         earlier = None if total is None or first else visual.copies.to_device("gradient", total, chunks)

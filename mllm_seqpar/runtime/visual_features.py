@@ -5,8 +5,8 @@ projections, LoRA adapters, quantised weights). They are computed for the forwar
 backward pass (`RecomputedKeys`), so a layer saves nothing that grows with the number of visual tokens (arXiv
 2502.02406, section 3.2).
 
-Recomputation runs in chunks of frames: the intermediate results of a projection (a normalised float32 copy of y, for
-example) are at least as large as y, and only one chunk of them is alive at a time.
+Recomputation runs in chunks of mask units: the intermediate results of a projection (a normalised float32 copy of y,
+for example) are at least as large as y, and only one chunk of them is alive at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VisualFeatures:
         if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:
             raise ShapeError(
                 f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
-                "expected (frames, tokens, width) and (frames, ...)"
+                "expected (units, tokens, width) and (units, ...)"
             )
 
     @property
@@ -72,7 +72,7 @@ class VisualFeatures:
 
     @property
     def empty_features(self) -> VisualFeatures:
-        """Features of no frames, on the device that computes."""
+        """Features of no units, on the device that computes."""
         return replace(self, features=self.features[:0], index=self.index[:0])
 
     def frames_by_rank(self, sizes: FrameSizes, ranks: int) -> Sequence[Spans]:
@@ -97,7 +97,7 @@ class VisualFeatures:
         return GivenKeys(spec, *call_within(fsdp_units_among(project.modules), project_whole, self.features))
 
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, frames * tokens, D) of all frames, contiguous; differentiable in grad mode.
+        """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode.
 
         Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
         """
@@ -105,15 +105,15 @@ class VisualFeatures:
         return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
 
-def frame_chunks(features: Tensor) -> list[slice]:
-    """Return chunks of the frames of features (frames, tokens, width): at least one, each at most `CHUNK_BYTES` (on
-    CUDA, `CUDA_CHUNK_BYTES`) or one frame."""
-    frames = features.shape[0]
+def unit_chunks(features: Tensor) -> list[slice]:
+    """Return chunks of the units of features (units, tokens, width): at least one, each at most `CHUNK_BYTES` (on CUDA,
+    `CUDA_CHUNK_BYTES`) or one unit."""
+    units = features.shape[0]
     limit = CUDA_CHUNK_BYTES if features.device.type == "cuda" else CHUNK_BYTES
     step = max(1, limit // max(1, features.shape[1] * features.shape[2] * features.element_size()))
-    if frames <= step:
-        return [slice(0, frames)]
-    return [slice(start, min(start + step, frames)) for start in range(0, frames, step)]
+    if units <= step:
+        return [slice(0, units)]
+    return [slice(start, min(start + step, units)) for start in range(0, units, step)]
 
 
 _WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
@@ -127,7 +127,7 @@ def _projected(project: ProjectFunction, features: Tensor, index: Tensor, dtype:
 def project_chunks(
     project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    chunks, tokens = frame_chunks(features), features.shape[1]
+    chunks, tokens = unit_chunks(features), features.shape[1]
     if len(chunks) == 1:
         return _projected(project, features, index, dtype)
     whole: tuple[Tensor, ...] = ()
@@ -184,7 +184,7 @@ class RecomputedKeys(WholeKeys):
         return keys, inputs[:1]
 
     def of_chunk(self, visual: VisualFeatures, number: int) -> RecomputedKeys:
-        """Return the keys of a chunk of the frames: with the same projection and autocast mode, and its own seed.
+        """Return the keys of a chunk of the units: with the same projection and autocast mode, and its own seed.
 
         The caller checks the parameters, once for all chunks.
         """
@@ -199,7 +199,7 @@ class RecomputedKeys(WholeKeys):
             self._parameters.require_unchanged(_WITHOUT_RECOMPUTATION)
 
     def keys_values(self, inputs: Sequence[Tensor], raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Return k and v of all frames of this rank, projected chunk by chunk without grad mode.
+        """Return k and v of all units of this rank, projected chunk by chunk without grad mode.
 
         K before its norm, (f, tokens, G, D), is appended to `raw_keys` for each chunk.
         """
@@ -211,7 +211,7 @@ class RecomputedKeys(WholeKeys):
             return project_chunks(project, inputs[0], self.visual.index, self.dtype)
 
     def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
-        """Return k and v, and the function of their gradients, which computes one chunk of frames at a time.
+        """Return k and v, and the function of their gradients, which computes one chunk of units at a time.
 
         `KVProjection` computes gradients without projecting K and V again, if it can; autograd does it otherwise.
         """
@@ -239,7 +239,7 @@ class RecomputedKeys(WholeKeys):
         if not any(needed):
             return [None] * len(inputs)
         features, d_features, sums = inputs[0], None, GradientSums(len(trained))
-        chunks, tokens = frame_chunks(features), features.shape[1]
+        chunks, tokens = unit_chunks(features), features.shape[1]
         with self._forward_mode():
             for chunk in chunks:
                 keys = slice(chunk.start * tokens, chunk.stop * tokens)

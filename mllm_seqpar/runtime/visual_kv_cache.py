@@ -31,7 +31,7 @@ from .frames import Frames
 from .host_copies import HostCopies
 from .offload import HostFeatures
 from .projections import Projection
-from .visual_features import VisualFeatures, frame_chunks
+from .visual_features import VisualFeatures, unit_chunks
 
 
 class VisualKVCache:
@@ -82,7 +82,7 @@ class VisualKVCache:
         self._last: tuple[FrameMask, Frames] | None = None
         self._copies: HostCopies | None = None
         if isinstance(visual, HostFeatures):
-            self._copies, self._chunks = visual.copies, frame_chunks(visual.features)
+            self._copies, self._chunks = visual.copies, unit_chunks(visual.features)
 
     def frames_of(self, mask: FrameMask, comm: Communicator) -> Frames:
         """Return the frames of a pass whose rows every rank has; those of the last pass if its mask was equal."""

@@ -60,7 +60,7 @@ class MossVLChats(QwenVLChats):
     def fps_of_pictures(self) -> float:  # type: ignore[override]
         return float(self._videos.video_fps)
 
-    def units(self, source: FrameSource) -> FrameSource:
+    def frame_groups(self, source: FrameSource) -> FrameSource:
         """Return the frames, resized as the processor resizes those of a call with this medium alone."""
         height, width = size_of(source)
         if isinstance(source, StillImage):
@@ -72,10 +72,10 @@ class MossVLChats(QwenVLChats):
     def frame_sizes(self, sources: Sequence[FrameSource]) -> list[int]:
         found = []
         for source in sources:
-            units = self.units(source)
-            assert isinstance(units, TemporalPatches)
-            height, width = (side // self._images.factor for side in units.size)
-            found += [height * width + 1] * len(units)  # with the separator
+            groups = self.frame_groups(source)
+            assert isinstance(groups, TemporalPatches)
+            height, width = (side // self._images.factor for side in groups.size)
+            found += [height * width + 1] * len(groups)  # with the separator
         return found
 
     def text(
@@ -120,9 +120,9 @@ class MossVLChats(QwenVLChats):
 
     def _placeholders(self, source: FrameSource, grids: list[list[int]]) -> str:
         """Add the grid of a source, and return what stands for it in the text."""
-        units = self.units(source)
-        assert isinstance(units, TemporalPatches)
-        grids.append([len(units), *self._images.grid(units.size)])
+        groups = self.frame_groups(source)
+        assert isinstance(groups, TemporalPatches)
+        grids.append([len(groups), *self._images.grid(groups.size)])
         if isinstance(source, StillImage):
             return str(self.processor.image_token)
         text: str = self.processor.video_text(self.seconds(source))

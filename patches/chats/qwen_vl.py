@@ -119,7 +119,7 @@ class QwenVLChats(ChatFamily):
     def still_frames(self, image: FrameSource) -> FrameSource:
         return StillImage(image)
 
-    def units(self, source: FrameSource) -> FrameSource:
+    def frame_groups(self, source: FrameSource) -> FrameSource:
         frames = 1 if isinstance(source, StillImage) else self._videos.temporal_patch_size
         return TemporalPatches(source, frames, self._size(source))
 
@@ -195,11 +195,11 @@ class QwenVLChats(ChatFamily):
 
     def _placeholder(self, source: FrameSource, grids: dict[str, Any], times: list[float]) -> tuple[str, str]:
         """Add the grid of a source, and return what stands for it in the text: of an image, and of a video."""
-        units = self.units(source)
-        assert isinstance(units, TemporalPatches)
+        groups = self.frame_groups(source)
+        assert isinstance(groups, TemporalPatches)
         image = isinstance(source, StillImage)
         patch = (self._images if image else self._videos).patch_size
-        grid = [len(units), units.size[0] // patch, units.size[1] // patch]
+        grid = [len(groups), groups.size[0] // patch, groups.size[1] // patch]
         grids[GRIDS[0] if image else GRIDS[1]].append(grid)
         if image:
             return self.processor.replace_image_token({GRIDS[0]: torch.tensor([grid])}, 0), ""

@@ -19,6 +19,7 @@ from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import cache_state_of
+from mllm_seqpar.patches.moss_vl import MossVLFamily
 from mllm_seqpar.sharding import APPENDED
 from moss_vl_reference import compute_in_float64
 from outcomes import error
@@ -325,3 +326,20 @@ def test_k_and_v_of_earlier_frames_stay_where_they_are(family: str) -> None:
         assert (
             sum(with_frames.values()) - sum(without.values()) < 500
         )  # numbers by which the ranks compare their inputs
+
+
+def test_inputs_of_an_earlier_pass_have_no_frames_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier: list[Any] = []
+    visibility = MossVLFamily.visibility
+
+    def record(self: Any, inputs: Any, *args: Any) -> Any:
+        if inputs.frames is None:
+            earlier.append(inputs)
+        return visibility(self, inputs, *args)
+
+    monkeypatch.setattr(MossVLFamily, "visibility", record)
+    passes(TALKS["moss_vl"], patch_model(TALKS["moss_vl"].new_model()))
+    assert earlier
+    for inputs in earlier:
+        assert inputs.grids == (None, []) and inputs.units_per_frame == 2 and inputs.total_frames == 0
+        assert inputs.past_length > 0 and inputs.tokens.shape[0] == inputs.batch

@@ -548,3 +548,28 @@ def test_ranks_that_patch_differently_are_refused(options: Inputs, make: Any, ow
             patch_model(models[comm.rank], group=comm, **(options if comm.rank == 1 else {}))
 
     run_loopback(2, run)
+
+
+TOKEN_WITH_BAD_FRAMES: list[tuple[Inputs, str]] = [
+    ({"image_embeds": FEATURES[..., :32]}, r"expected \(frames, tokens, 64\)"),
+    ({"image_embeds": FEATURES, "visual_shard": FrameShard(5, 8, 9)}, r"visual_shard: rank \d of \d holds frames"),
+    ({"image_embeds": FEATURES, "pixel_values": tiny_frames(3)}, "pass either pixel_values or image_embeds, not both"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@torch.no_grad()
+def test_frames_that_come_with_one_token_are_checked_on_every_rank(size: int) -> None:
+    def run(model: Any, inputs: Inputs, comm: Any) -> None:
+        text = {"input_ids": inputs["input_ids"], "use_cache": True}
+        for bad, message in TOKEN_WITH_BAD_FRAMES:
+            token = {"input_ids": tiny_text(1)[:, :1], **cache_argument(cache_of(model(**text)))}
+            own = comm.rank == size - 1
+            with torch.no_grad(), pytest.raises(ShapeError if own else AgreementError) as caught:
+                model(**token, **(bad if own else {"image_embeds": FEATURES}))
+            assert re.search(message, str(caught.value)), (message, comm.rank, str(caught.value))
+            with torch.no_grad():
+                assert model(**token).logits.shape[1] == 1
+
+    case = replace(OWL, labels=None, frames=(0,))
+    on_ranks(size, "mplug_owl3", case, run)

@@ -15,6 +15,7 @@ from generation_cases import SHARDED
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.schedules.bytes_sent import Problem, lv_xattn_bytes, ring_bytes
 from mllm_seqpar.sharding import padded_length, sequence_positions
 from outcomes import error
@@ -214,3 +215,57 @@ def test_frames_may_require_gradients_on_one_rank(frames: int, asking: int) -> N
     else:
         assert gradient is not None
         assert error(gradient / 2, inputs["pixel_values"].grad[asking : asking + 1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {}),
+        (1, {"logits": "none"}),
+        (2, {}),
+        (2, {"logits": "full"}),
+        (2, {"self_attention": "local"}),
+        (2, SHARDED),
+    ],
+)
+def test_loss_of_a_pass_with_logits_to_keep(world: int, options: dict[str, Any], cached: bool) -> None:
+    """Labels of the whole text, which an unpatched model refuses, or of the rows that are kept."""
+    case = CASES["gated"].with_options(**options)
+    model, inputs = build("mplug_owl3", case)
+    whole = model(**inputs)
+    whole.loss.backward()
+    rows = {name: KEPT[name] for name in ("last", "some", "each")}
+    kept_labels = inputs["labels"][:, -4:]
+    expected_kept = model(**inputs | {"labels": kept_labels}, logits_to_keep=4).loss.detach()
+    weight = model.get_output_embeddings().weight.grad
+
+    def run(model: Any, inputs: dict[str, Any], _: Any) -> torch.Tensor | None:
+        with torch.set_grad_enabled(not cached):
+            for name, wanted in rows.items():
+                found = model(**inputs, logits_to_keep=wanted, use_cache=cached)
+                assert error(found.loss, whole.loss.detach()) < TOLERANCE, name
+                assert error(found.logits, select_logit_rows(whole.logits, wanted).detach()) < TOLERANCE, name
+            kept = model(**inputs | {"labels": kept_labels}, logits_to_keep=4, use_cache=cached)
+            assert error(kept.loss, expected_kept) < TOLERANCE and kept.logits.shape[1] == 4
+        if cached:
+            return None
+        model(**inputs, logits_to_keep=1).loss.backward()
+        gradient: torch.Tensor = model.get_output_embeddings().weight.grad
+        return gradient
+
+    found = on_ranks(world, "mplug_owl3", case, run)
+    if not cached:
+        assert error(sum(found) / world, weight) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradient_of_labels_of_the_kept_rows_equals_unpatched(world: int) -> None:
+    case = CASES["gated"]
+
+    def run(model: Any, inputs: dict[str, Any], _: Any) -> torch.Tensor:
+        model(**inputs | {"labels": inputs["labels"][:, -4:]}, logits_to_keep=4).loss.backward()
+        return torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+
+    expected = run(*build("mplug_owl3", case), None)
+    assert error(sum(on_ranks(world, "mplug_owl3", case, run)) / world, expected) < TOLERANCE

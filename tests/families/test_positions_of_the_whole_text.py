@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from family_cases import BATCHES, LANGUAGE_MODELS, QWENS
 from family_harness import check_exact, check_tokens, error, inputs_of, model_of
@@ -91,6 +92,27 @@ def test_frequencies_of_texts_one_after_another_equal_unpatched(rope: str) -> No
 
     for found in run_loopback(2, run):
         assert all(error(x, y) < 1e-5 for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_recomputed_decoder_rotates_by_the_text_of_its_own_pass(rope: str) -> None:
+    """Two passes of different lengths run before backward recomputes the first."""
+    name, long = case_of("mllama", rope)
+    cases = [replace(long, length=10), long]
+    inputs = [inputs_of(name, case, model_of(name, case)) for case in cases]
+
+    def run(model: Any) -> torch.Tensor:
+        sum(model(**each).loss for each in inputs).backward()
+        return torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+
+    def checkpointed() -> Any:
+        model = model_of(name, long)
+        model.model.language_model = checkpoint_wrapper(model.model.language_model)
+        return model
+
+    expected = run(checkpointed())
+    found = run_loopback(2, lambda comm: run(patch_model(checkpointed(), group=comm)))
+    assert error(sum(found) / 2, expected) < 1e-5
 
 
 MASKS = {

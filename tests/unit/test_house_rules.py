@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _lazy_names _compat _logging _transfers digests fsdp_units schedules comm sharding config masks kernels "
-    "attention recomputation checkpointing runtime families patching models integrations videos chats data processors "
+    "attention recomputation chunked_mlp runtime families patching models integrations videos chats data processors "
     "planner cli inference serving training adapting patches __main__"
 ).split()
 """Parts of the package. A part imports only parts before it; see CONTRIBUTING.md."""

@@ -22,6 +22,7 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
 from mllm_seqpar.runtime.checksums import checksum, sampled_bits
+from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
 from .inputs import ForwardInputs
@@ -69,20 +70,20 @@ def require_same_inputs(
     facts = functools.partial(_facts, inputs, model, kwargs or {}, weights)
     numbers = functools.partial(_kind_of_frames, inputs, comm)
     _, rows = agree(comm, _PASS, check, facts, numbers=numbers, remedy=_REMEDY)
-    inputs = inputs.changed(shard_layout=_common_layout(inputs, [facts // 2 for _, facts in rows]))
-    return inputs.changed(frames=_with_common_kind(inputs.frames, [(number, facts % 2) for number, facts in rows]))
+    inputs = inputs.changed(shard_layout=_common_layout(inputs, [layouts for _, _, layouts in rows]))
+    return inputs.changed(frames=_with_common_kind(inputs.frames, [row[:2] for row in rows]))
 
 
 def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -> list[int]:
-    """Return the number of the dtype of this rank's frames, or -1 without any, and a bit for whether they require
-    gradients, followed by one for each layout of the caller's shard."""
+    """Return the number of the dtype of this rank's frames, or -1 without any, whether they require gradients, and the
+    layouts of the caller's shard, a bit for each."""
     frames, shard = inputs.frames, inputs.visual_shard
     given = isinstance(shard, FrameShard) and frames is not None
     layouts = shard.layouts(comm.rank, comm.size, inputs.sizes) if given and shard is not None else []
-    bits = sum(2 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
+    bits = sum(1 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
     if frames is None or not frames.shape[0]:
-        return [-1, bits]
-    return [_DTYPES.index(frames.dtype), int(frames.requires_grad) + bits]
+        return [-1, 0, bits]
+    return [_DTYPES.index(frames.dtype), int(frames.requires_grad), bits]
 
 
 def _common_layout(inputs: ForwardInputs, rows: Sequence[int]) -> str | None:
@@ -302,9 +303,9 @@ def custom_loss(model: Any) -> Any:
     return None if function is ForCausalLMLoss else function
 
 
-def check_computed_loss(model: Any, inputs: ForwardInputs) -> None:
+def check_computed_loss(model: Any, inputs: ForwardInputs, logits_to_keep: int | Tensor) -> None:
     """Raise unless the loss can be computed here: ConfigError if the model's loss is not the cross-entropy of tokens,
-    and ShapeError if the labels do not have the shape of the text."""
+    and ShapeError if the labels have neither the shape of the text nor that of the rows of `logits_to_keep`."""
     function = custom_loss(model)
     if function is not None:
         raise ConfigError(
@@ -314,9 +315,15 @@ def check_computed_loss(model: Any, inputs: ForwardInputs) -> None:
             "loss from the logits"
         )
     name = "labels" if inputs.shift_labels is None else "shift_labels"
-    labels, shape = getattr(inputs, name), (inputs.batch, inputs.length)
-    if labels is not None and tuple(labels.shape) != shape:
-        raise ShapeError(f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call")
+    labels, shape = inputs.given_labels, (inputs.batch, inputs.length)
+    if tuple(labels.shape) == shape:
+        return
+    kept = tuple(select_logit_rows(torch.empty(*shape, 1), logits_to_keep).shape[:-1])
+    if tuple(labels.shape) != kept:
+        of_rows = "" if kept == shape else f", or {kept}, one for each row of logits_to_keep"
+        raise ShapeError(
+            f"{name}: has shape {tuple(labels.shape)}; expected {shape}, one for each token of this call{of_rows}"
+        )
 
 
 def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:

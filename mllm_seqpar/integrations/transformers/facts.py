@@ -49,7 +49,6 @@ class ModelFacts(ABC, Generic[InputsT]):
             frames only, which balances the load.
         model, context: the model, its group and its options.
         has_adapters: whether the last pass that compared weights found adapters of PEFT.
-        whole_positions: the positions (..., L) of the whole text of the pass whose layers run.
     """
 
     frame_arguments: tuple[str, ...] = ("pixel_values",)
@@ -57,7 +56,6 @@ class ModelFacts(ABC, Generic[InputsT]):
     output_class: type = CausalLMOutputWithPast
     has_cross_attention = True
     frame_layout = "contiguous"
-    whole_positions: Tensor
     has_adapters = False
 
     def __init__(self, model: Any, context: SeqParContext) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -143,8 +143,8 @@ class ForwardInputs:
 
     @property
     def is_decoding_step(self) -> bool:
-        """Whether this pass adds one token to a cache; the ranks do not compare the inputs of such a pass."""
-        return self.past_length > 0 and self.length == 1
+        """Whether this pass adds one token and no frames to a cache; the ranks do not compare such inputs."""
+        return self.past_length > 0 and self.length == 1 and self.frames is None
 
     @property
     def cache_state(self) -> SequenceParallelCacheState | None:
@@ -159,14 +159,14 @@ class ForwardInputs:
     def of_pass(self, state: SequenceParallelCacheState) -> Self:
         """Return the inputs for `Family.visibility` of frames that came with an earlier pass: those of its state."""
         earlier = self.changed(frames=None, visual_shard=None, _state=state)
-        for name in ("total_frames", "sizes"):
-            vars(earlier).pop(name, None)
+        for name in vars(earlier).keys() - {each.name for each in fields(self)}:
+            del vars(earlier)[name]  # derived from the inputs of this pass
         return earlier
 
-    def changed(self, **fields: Any) -> Self:
+    def changed(self, **values: Any) -> Self:
         """Return a copy with other values of fields, which shares what was read and derived."""
         changed = copy.copy(self)
-        vars(changed).update(fields)
+        vars(changed).update(values)
         return changed
 
     @property
@@ -269,9 +269,16 @@ class ForwardInputs:
         positions = self.on_host("position_ids") if self.padding_mask is None and self.detects_packing else None
         return None if positions is None else packed_starts(positions)
 
-    @property
+    @functools.cached_property
     def has_labels(self) -> bool:
         return self.labels is not None or self.shift_labels is not None
+
+    @property
+    def given_labels(self) -> Tensor:
+        """`shift_labels`, or `labels` without them; one of them was given."""
+        given = self.labels if self.shift_labels is None else self.shift_labels
+        assert given is not None
+        return given
 
     def target_labels(self, ignore_index: int | None = None) -> Tensor:
         """Return (B, L) shifted labels, which were given, on the CPU. The last is `ignore_index` (None: -100)."""

@@ -3,6 +3,9 @@
 transformers derives the length from the largest position that the embedding is called with, and stores what it has
 derived on the module. A rank's shard of the text has other positions than the whole, so the ranks would rotate their
 keys by different frequencies. Each rank therefore passes the largest position of the whole text beside its own.
+
+The positions of the whole text are in the state of the pass, with which the decoder is called. The recomputation of a
+checkpoint around the decoder calls it with the same state again, also if other passes have run since.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.patching import Patch
+from mllm_seqpar.runtime.forward_state import ForwardState
 
 from .facts import ModelFacts
 
@@ -27,7 +32,46 @@ def rotate_by_whole_text(family: ModelFacts[Any], patch: Patch) -> None:
     if patch.context.comm.size > 1:
         for module in family.rotary_embeddings():
             if not _rope_types(module) <= _LENGTH_INDEPENDENT:
-                patch.set(module, "forward", functools.partial(_rotations, family, module.forward))
+                running: list[ForwardState] = []
+                caller = _decoder_around(module, family)
+                patch.set(caller, "forward", _with_state(caller.forward, running))
+                patch.set(module, "forward", functools.partial(_rotations, running, module.forward))
+
+
+def _decoder_around(module: nn.Module, family: ModelFacts[Any]) -> nn.Module:
+    """Return the smallest module around an embedding and attention to text, which is called with the state of a pass.
+
+    Raises:
+        AdapterError: there is none besides the model.
+    """
+    found: nn.Module = family.model
+    sites = set(family.text_attention())
+    for each in family.model.modules():  # a module comes after those around it
+        inner = set(each.modules())
+        if module in inner and sites & inner:
+            found = each
+    if found is family.model:
+        raise AdapterError(
+            f"{type(family).__name__}: {type(module).__name__} derives its frequencies from the length of the text, "
+            f"and no module within {type(family.model).__name__} contains it and attention to text, so it would take "
+            "the length of a rank's shard; use another rope_type"
+        )
+    return found
+
+
+def _with_state(unpatched: Callable[..., Any], running: list[ForwardState]) -> Callable[..., Any]:
+    """Return a forward that has its state in `running` while it runs."""
+
+    @functools.wraps(unpatched)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        states = [x for x in (*args, *kwargs.values()) if isinstance(x, ForwardState)]
+        running.extend(states)
+        try:
+            return unpatched(*args, **kwargs)
+        finally:
+            del running[len(running) - len(states) :]
+
+    return forward
 
 
 def _rope_types(module: nn.Module) -> set[str]:
@@ -37,10 +81,21 @@ def _rope_types(module: nn.Module) -> set[str]:
 
 
 def _rotations(
-    family: ModelFacts[Any], unpatched: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    running: list[ForwardState],
+    unpatched: Callable[..., Any],
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the cosines and sines (..., s, D) of this rank's positions (..., s)."""
-    whole = family.whole_positions
+    """Return the cosines and sines (..., s, D) of this rank's positions (..., s).
+
+    Outside of the decoder, the positions are those that the unpatched model passes.
+    """
+    whole = running[-1].whole_positions if running else None
+    if whole is None:
+        outside: tuple[Tensor, ...] = unpatched(x, position_ids, *args, **kwargs)
+        return outside
     if whole.dim() > 2:
         whole = whole[-position_ids.shape[0] :]  # the first components of several may count tokens
     largest = whole.max().to(position_ids).expand(*position_ids.shape[:-1], 1)

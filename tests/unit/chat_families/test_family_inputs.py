@@ -250,7 +250,7 @@ def test_stored_features_keep_the_times_of_their_frames(folder: Path, family: st
     chat_format = chat_family(load_processor(str(folder / family)))
     video = Timed([torch.zeros(3, 56, 56, dtype=torch.uint8)] * 3)
     metadata = json.loads(json.dumps(chat_format.frame_metadata(video)))
-    stored = chat_format.stored_frames(len(chat_format.units(video)), metadata)
+    stored = chat_format.stored_frames(len(chat_format.frame_groups(video)), metadata)
     assert frame_times([stored]) == frame_times([video])
     assert [time.start for time in frame_times([stored])] == [0.0, 0.5, 2.0]
     if family in (*QWENS, "moss_vl"):  # whose text depends on the size of the frames

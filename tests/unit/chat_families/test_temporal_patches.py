@@ -71,5 +71,5 @@ def test_large_videos_are_resized_within_the_budget_of_all_frames() -> None:
         **CUT, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False
     )
     family = Qwen3VLChats(SimpleNamespace(video_processor=videos), Qwen3VLFamily)
-    sizes = {count: family.units(ImageListSource(frames(count, 64, 64))).size for count in (2, 4, 8)}  # type: ignore
+    sizes = {count: family.frame_groups(ImageListSource(frames(count, 64, 64))).size for count in (2, 4, 8)}  # type: ignore
     assert sizes == {2: (16, 16), 4: (16, 16), 8: (8, 8)}

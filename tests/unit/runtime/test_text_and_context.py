@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mllm_seqpar.attention.keys import cast_for_attention
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import BlockMask
 from mllm_seqpar.masks.frame_mask import mask_over_samples
 from mllm_seqpar.recomputation import AutocastState
 from mllm_seqpar.runtime.checksums import checksum, sampled_bits, sampling_step
 from mllm_seqpar.runtime.context import SeqParContext
+from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import TextKVCache, TextShards, packed_starts
@@ -185,3 +187,22 @@ def test_mask_of_a_table_has_a_layer_for_each_run_of_a_row(samples: int, gaps: b
         start = row // (4 // samples) * 5
         expected[row, :, start : start + 5] = visible[row]
     assert mask.table().equal(expected)
+
+
+def test_gradients_of_rows_that_every_rank_has_are_refused_by_the_block_kernels() -> None:
+    """The merge over ranks has no backward pass; without the error, gradients would be missing silently."""
+
+    def run(comm: Communicator) -> None:
+        state = ForwardState(SeqParContext(comm, SeqParConfig()), text_length=5)
+        q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+        o = state.attend(q, [state.text_keys(q, k, v)], 1.0)
+        torch.testing.assert_close(o, F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0))
+        for trained in (q, k):
+            trained.requires_grad_()
+            with pytest.raises(ConfigError, match="use_cache: a pass with a cache has no backward pass"):
+                state.attend(q, [state.text_keys(q, k, v)], 1.0)
+            with torch.no_grad():
+                torch.testing.assert_close(state.attend(q, [state.text_keys(q, k, v)], 1.0), o)
+            trained.requires_grad_(False)
+
+    run_loopback(2, run)

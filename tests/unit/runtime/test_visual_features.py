@@ -19,7 +19,7 @@ from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.projections import FunctionProjection
-from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures, frame_chunks
+from mllm_seqpar.runtime.visual_features import RecomputedKeys, VisualFeatures, unit_chunks
 from mllm_seqpar.sharding import frame_bounds
 from nccl_model import run_nccl_model
 from tolerances import EXACT, assert_as_near_as_unpatched, relative_error
@@ -161,7 +161,7 @@ def test_frozen_parameters_get_no_gradient(setting: Setting) -> None:
 
 def test_chunks_of_frames_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
-    chunks = frame_chunks(torch.zeros(7, TOKENS, WIDTH))
+    chunks = unit_chunks(torch.zeros(7, TOKENS, WIDTH))
     assert [chunk.stop - chunk.start for chunk in chunks] == [2, 2, 2, 1]
     check(Setting(), 2)
 

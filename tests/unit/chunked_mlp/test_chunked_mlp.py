@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mllm_seqpar.checkpointing import TokenwiseFunction, run_in_chunks
+from mllm_seqpar.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.errors import ConfigError, ShapeError
 from tolerances import AGAINST_UNPATCHED, EXACT, relative_error
 
