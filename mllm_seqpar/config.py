@@ -89,6 +89,11 @@ class SeqParConfig:
     visual_offload: str | None = None
     cluster: str | None = None
 
+    @property
+    def shards_text(self) -> bool:
+        """Whether a rank of several computes its shard of a text only, where the text has a sharding."""
+        return self.self_attention != "local"
+
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)

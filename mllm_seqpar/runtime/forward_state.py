@@ -97,7 +97,7 @@ class ForwardState:
         self.whole_positions = whole_positions
         self.visual_tokens = [] if visual_tokens is None else visual_tokens
         config = context.config
-        self.shards_text = text is not None and config.self_attention != "local"
+        self.shards_text = text is not None and config.shards_text
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
         self._text_masks: dict[int | None, TextMask] = {}
         self._text_specs: dict[Hashable, CallSpec] = {}

@@ -143,7 +143,7 @@ def _token_scores(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | 
     whole = shifted(labels) if shift_labels is None else shift_labels  # type: ignore[arg-type]
     context = patch.context
     text = TextShards(whole.shape[0], whole.shape[1], context.comm, context.config.text_layout)
-    sharded = context.comm.size > 1 and context.config.self_attention != "local" and context.config.logits != "full"
+    sharded = context.comm.size > 1 and context.config.shards_text and context.config.logits != "full"
     targets = (text.shard(whole, 1, IGNORE) if sharded else whole).to(logits.device)
     scores = list(_scores(logits, targets))
     if sharded:

@@ -70,20 +70,20 @@ def require_same_inputs(
     facts = functools.partial(_facts, inputs, model, kwargs or {}, weights)
     numbers = functools.partial(_kind_of_frames, inputs, comm)
     _, rows = agree(comm, _PASS, check, facts, numbers=numbers, remedy=_REMEDY)
-    inputs = inputs.changed(shard_layout=_common_layout(inputs, [facts // 2 for _, facts in rows]))
-    return inputs.changed(frames=_with_common_kind(inputs.frames, [(number, facts % 2) for number, facts in rows]))
+    inputs = inputs.changed(shard_layout=_common_layout(inputs, [layouts for _, _, layouts in rows]))
+    return inputs.changed(frames=_with_common_kind(inputs.frames, [row[:2] for row in rows]))
 
 
 def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -> list[int]:
-    """Return the number of the dtype of this rank's frames, or -1 without any, and a bit for whether they require
-    gradients, followed by one for each layout of the caller's shard."""
+    """Return the number of the dtype of this rank's frames, or -1 without any, whether they require gradients, and the
+    layouts of the caller's shard, a bit for each."""
     frames, shard = inputs.frames, inputs.visual_shard
     given = isinstance(shard, FrameShard) and frames is not None
     layouts = shard.layouts(comm.rank, comm.size, inputs.sizes) if given and shard is not None else []
-    bits = sum(2 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
+    bits = sum(1 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
     if frames is None or not frames.shape[0]:
-        return [-1, bits]
-    return [_DTYPES.index(frames.dtype), int(frames.requires_grad) + bits]
+        return [-1, 0, bits]
+    return [_DTYPES.index(frames.dtype), int(frames.requires_grad), bits]
 
 
 def _common_layout(inputs: ForwardInputs, rows: Sequence[int]) -> str | None:

@@ -113,6 +113,7 @@ class Pass:
         cache: the transformers cache to continue or to fill; None for a pass without one.
         cache_state: what the patched model stores with the cache.
         attended: the frames that rows attend to; None without any, and in decoder-only models.
+        own_frames: the number of frames that this rank encodes in this pass.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Pass:
         self.cache = inputs.cache
         self.cache_state: SequenceParallelCacheState | None = None
         self.attended: AttendedFrames | None = None
+        self.own_frames = 0
 
     def run(self) -> Any:
         """Run the pass, and return what the model's `forward` returns."""
@@ -138,6 +140,8 @@ class Pass:
         self._check()
         if self.cache is not None:
             self.cache_state = self._continued_cache_state()
+            if self.inputs.past_length:
+                self.inputs = self.inputs.changed(_state=self.cache_state)
         with self.cache_state.in_pass() if self.cache_state is not None else contextlib.nullcontext():
             parts = self._parts()
             visual_tokens: list[list[VisualTokens] | None] = [None] * len(parts)
@@ -206,7 +210,7 @@ class Pass:
             if family.model.training and list(family.visual_attention()):
                 refuse_reentrant_checkpointing(family.checkpointed_modules)
         if inputs.has_labels:
-            shards_text = size > 1 and self.config.self_attention != "local" and not inputs.use_cache
+            shards_text = size > 1 and self.config.shards_text and not inputs.use_cache
             if shards_text or self._leaves_out_logits():
                 check_computed_loss(family.model, inputs, self.logits_to_keep)
         family.check_inputs(inputs)
@@ -230,7 +234,6 @@ class Pass:
         if attached is None:
             attach(cache, state, model_layers)
         state.rows_of(inputs.batch)
-        self.inputs = inputs.changed(_state=state)
         return state
 
     # The rows of the text.
@@ -255,7 +258,7 @@ class Pass:
         config, length, size = self.config, self.inputs.length, self.comm.size
         return (
             size > 1
-            and config.self_attention != "local"
+            and config.shards_text
             and config.shard_prompt_from is not None
             and length >= config.shard_prompt_from
             and (config.self_attention != "star" or block_length(length, size) > 0)
@@ -287,10 +290,11 @@ class Pass:
     # pass of text only: layers attend to them, to features of this pass or to K and V in the cache; or, in a
     # decoder-only model, their embeddings are among the rows, to which later tokens attend as to text.
 
-    @functools.cached_property
-    def _tower(self) -> Tower:
-        """The vision tower in this pass, once it is known whether frames follow those of the cache."""
-        return Tower(self.family, self.inputs)
+    def _new_tower(self) -> Tower:
+        """Return the vision tower in this pass, once it is known whether frames follow those of the cache."""
+        tower = Tower(self.family, self.inputs)
+        self.own_frames = span_length(tower.own) if self.inputs.total_frames else 0
+        return tower
 
     def _attended_frames(self) -> AttendedFrames | None:
         """Return the frames that rows attend to: encoded now, or those of the cache; None in a pass of text only.
@@ -299,16 +303,19 @@ class Pass:
         """
         family, state, features = self.family, self.cache_state, None
         source: KVSource
-        if state is None or self._encodes_frames(state):
-            family.check_new_frames(self.inputs)
-            features = self._tower.features()
+        encoded = self.inputs if state is None else self._encoded_inputs(state)
+        if encoded is not None:
+            self.inputs = encoded
+            family.check_new_frames(encoded)
+            tower = self._new_tower()
+            features = tower.features()
             if features is None:
                 return None
-            source = visual = self._tower.visual_features(features)
+            source = visual = tower.visual_features(features)
             if state is not None:
                 source = self._store_frames(state, visual, features)
                 family.complete_cache(self.inputs, self.cache, state)
-        elif state.visual_kv is not None:
+        elif state is not None and state.visual_kv is not None:
             source = state.visual_kv
         else:
             return None
@@ -320,25 +327,24 @@ class Pass:
             mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
         return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
 
-    def _encodes_frames(self, state: SequenceParallelCacheState) -> bool:
-        """Return whether a pass with a cache encodes frames: a prompt does, for FSDP also without any.
+    def _encoded_inputs(self, state: SequenceParallelCacheState) -> ForwardInputs | None:
+        """Return the inputs of a pass with a cache if it encodes frames: a prompt does, for FSDP also without any.
 
         Frames that the cache has already are not encoded again. Others follow them, or take their place: if `generate`
         repeats frames, every pass attends to those that come with it, as unpatched (`ModelFacts.appends_frames`).
         """
         family, inputs = self.family, self.inputs
         if state.frames is None:
-            return not inputs.past_length or inputs.total_frames > 0
+            return inputs if not inputs.past_length or inputs.total_frames > 0 else None
         if inputs.frames is None or not inputs.total_frames:
-            return False
+            return None
         known = self._fingerprint(inputs.frames) in state.frame_fingerprints
         # The frames of one rank may be the same while those of another are not.
         if not inputs.compares_values_of_frames:
             known = all(number for (number,) in self.comm.gather_ints([int(known)]))
         if family.appends_frames(inputs, known):
-            self.inputs = inputs.changed(appends_frames=True)
-            return True
-        return not known or (family.repeats_frames and torch.is_grad_enabled())
+            return inputs.changed(appends_frames=True)
+        return inputs if not known or (family.repeats_frames and torch.is_grad_enabled()) else None
 
     def _fingerprint(self, frames: Tensor) -> tuple[int, ...]:
         """Return the fingerprint of the frames that the caller passes."""
@@ -376,7 +382,7 @@ class Pass:
         family, inputs, comm, past = self.family, self.inputs, self.comm, self.inputs.past_length
         if self.cache_state is not None and past and not inputs.total_frames:
             return [None] * len(parts)
-        layout, embeddings = family.visual_token_layout(inputs), self._tower.embeddings()
+        layout, embeddings = family.visual_token_layout(inputs), self._new_tower().embeddings()
         if (state := self.cache_state) is not None and layout.tokens.total:
             tokens = layout.tokens
             if past:
@@ -390,7 +396,7 @@ class Pass:
         received: list[list[VisualTokens] | None] = []
         for rows in parts:
             by_rank = [torch.arange(rows.stop - rows.start)] * comm.size
-            if rows.text is not None and self.config.self_attention != "local":
+            if rows.text is not None and self.config.shards_text:
                 by_rank = [rows.text.positions(rank) for rank in range(comm.size)]
             routes = layout.between(rows.start, rows.stop).routes(by_rank, comm.rank)
             received.append(routes.exchange(embeddings, comm, embeddings.shape[1] // width))
@@ -407,7 +413,7 @@ class Pass:
             whole, shape = ((0, inputs.sizes.total),), family.cross_attention_shape()
             index = functools.partial(family.unit_index, inputs, whole)
             frames = frames_of_shards(self.context, source, mask, text, sizes, index, shape)
-            if self.config.self_attention != "local":
+            if self.config.shards_text:
                 facts = {name: text.shard(x, 1) for name, x in facts.items()}
         if self.cache_state is not None and not isinstance(text, StarText):
             recorder = self.context.recorder(self, rows)
@@ -457,9 +463,8 @@ class Pass:
             if rows.start:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
         else:
-            own_tokens, frames = text.local if state.shards_text else inputs.length, inputs.total_frames
-            own_frames = span_length(self._tower.own) if frames else 0
-            self.context.count_shards((own_tokens, inputs.length), (own_frames, frames))
+            own_tokens = text.local if state.shards_text else inputs.length
+            self.context.count_shards((own_tokens, inputs.length), (self.own_frames, inputs.total_frames))
             # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have
             # drawn other random numbers on each rank.
             if not state.shards_text and family.model.training:
@@ -495,7 +500,9 @@ class Pass:
     def _outputs(self, parts: Sequence[Rows], decoded: Sequence[Any]) -> CausalLMOutputWithPast:
         """Return loss, logits and hidden states, given the decoder's output for each part of the rows."""
         hidden, states = decoded[0].last_hidden_state, decoded[0].hidden_states
-        text = parts[0].text if self.comm.size > 1 and self.config.self_attention != "local" else None
+        text = parts[0].text
+        if text is not None and (self.comm.size == 1 or not self.config.shards_text):
+            text = None
         if text is not None and states is not None:  # None for a layer stays None
             states = tuple(None if x is None else text.unshard(x, 1) for x in states)
         if text is not None and self.cache is None:
