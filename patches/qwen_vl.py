@@ -306,21 +306,27 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         state, offsets = cache_state_of(cache), self.model.model.rope_deltas
         assert state is not None
         rows = state.rows_of(inputs.batch)
+        if offsets is None:  # of a text alone, whose positions follow from its padding
+            return
         if state.text_facts is None:
             state.text_facts = torch.zeros(int(rows.max()) + 1, 1, dtype=torch.long)
         # Beams of a sample share its offset. With positions of the caller, the model may have those of another prompt.
-        if offsets is not None and inputs.batch % offsets.shape[0] == 0:
+        if inputs.batch % offsets.shape[0] == 0:
             state.text_facts[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
 
     def _restore_offsets(self, cache: Cache | None, text: Tensor) -> None:
-        """Give the model the offsets (B, 1) of the cached text that `text` (B, ...) continues.
+        """Give the model the offsets (B, 1) of the cached text that `text` (B, ...) continues, None if it has none.
 
         If the cache has several beams of each sample, they are the offsets of the first.
         """
         state = cache_state_of(cache)
-        if state is not None and state.text_facts is not None and state.rows is not None:
+        if state is None or state.rows is None:
+            return
+        offsets = None
+        if state.text_facts is not None:
             rows = state.rows[:: max(1, len(state.rows) // text.shape[0])]
-            self.model.model.rope_deltas = copy_to_device(state.text_facts[rows], text.device)
+            offsets = copy_to_device(state.text_facts[rows], text.device)
+        self.model.model.rope_deltas = offsets
 
     @property
     def decoder(self) -> Any:

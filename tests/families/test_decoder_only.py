@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from family_cases import QWENS
+from family_cases import BATCHES, QWENS
 from family_harness import build, check_tokens, model_of, on_ranks, outcome, reference, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
@@ -183,6 +183,29 @@ def test_further_questions_compute_their_own_tokens_only(family: str, size: int)
         assert prefills[0] >= 48 // size and prefills[1:] == [4, 4]
         assert towers[0] > 0 and towers[1:] == [0, 0]
         assert max(kept) <= -(-(48 + 6) // size) + 4, "the prompt's K and V are on one rank each"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", QWENS)
+def test_positions_continue_after_padding_of_a_text_alone(family: str) -> None:
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 6:8] = mask[0, 0] = 0
+
+    def run(model: Any) -> Tensor:
+        cache, logits = None, []
+        for start, stop in ((0, 5), (5, 8), (8, 12)):
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **cache_argument(cache))
+            cache = cache_of(out)
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[mask.bool()]
+
+    def new() -> Any:
+        return model_of(family, BATCHES[family]).eval()
+
+    expected = new()(ids, attention_mask=mask).logits[mask.bool()]
+    for logits in (run(new()), *run_loopback(2, lambda comm: run(patch_model(new(), group=comm)))):
+        assert error(logits, expected) < 1e-5
 
 
 @pytest.mark.parametrize("family", QWENS)
