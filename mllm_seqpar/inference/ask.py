@@ -99,7 +99,7 @@ class _Video:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Question(Job):
+class _PrintedJob(Job):
     """A question, and what is printed before its answer and while it is generated; None: nothing."""
 
     heading: str | None
@@ -123,15 +123,15 @@ def ask_videos(args: AskOptions, comm: Communicator, device: torch.device) -> in
         VideoError: on all ranks, if no video can be used.
         NonFiniteLogitsError: on all ranks, if no question has an answer.
     """
-    questions = VideoRun(args, comm, device)
-    videos = questions.open()
+    run = VideoRun(args, comm, device)
+    videos = run.open()
     if videos:
-        questions.load()
+        run.load()
         for video in videos:
-            questions.ask(video)
-        agree(comm, "evidence index", questions.write_index)
-        questions.report()
-    return questions.report_faults()
+            run.ask(video)
+        agree(comm, "evidence index", run.write_index)
+        run.report()
+    return run.report_faults()
 
 
 class VideoRun:
@@ -228,11 +228,11 @@ class VideoRun:
         if (page := video.page) is not None:
             agree(self._comm, "evidence page", lambda: self._write_page(video.name, page, evidence, begun[0].sources))
 
-    def _job(self, question: str) -> _Question:
+    def _job(self, question: str) -> _PrintedJob:
         args = self._args
         moments = args.evidence or (0 if args.evidence_html is None else MOMENTS)
         heading = f"> {question}\n" if len(args.question) > 1 else ""
-        return _Question(
+        return _PrintedJob(
             messages=question_about(1, question),
             sampling=args.sampling(),
             evidence=moments,

@@ -221,15 +221,15 @@ class Engine:
             if self._computing and self.comm.size > 1 and not isinstance(raised, NonFiniteLogitsError):
                 raise
             error = raised
-        return self._outcome(error)
+        return self._job_error(error)
 
     def settled(self, step: Callable[[], T]) -> tuple[T | None, JobError | None]:
         """Return (what `step` returned, None), or (None, why not) on all ranks if it failed on any of them."""
         result, error = attempt(step)
-        fault = self._outcome(error)
+        fault = self._job_error(error)
         return (result, None) if fault is None else (None, fault)
 
-    def _outcome(self, error: Exception | None) -> JobError | None:
+    def _job_error(self, error: Exception | None) -> JobError | None:
         """Return the same outcome on all ranks: None, or an error if any of them has one, whose tensors are freed."""
         if isinstance(error, _FATAL):
             raise error

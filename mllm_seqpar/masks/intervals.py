@@ -91,6 +91,12 @@ class Intervals:
             return 0, 0
         return int(torch.where(some, self.low, self.keys).min()), int(self.high.max())
 
+    @property
+    def runs_of_rows(self) -> int:
+        """The number of runs of rows that attend to the same keys."""
+        changes = (self.low.diff(dim=1) != 0) | (self.high.diff(dim=1) != 0)
+        return int(changes.sum()) + self.low.shape[0]
+
     def narrowed(self) -> tuple[Intervals | None, slice, slice]:
         """Return the rows and the keys between which everything visible is, and the intervals of these rows and keys
         (None: all of it is visible)."""

@@ -34,7 +34,7 @@ from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.sharding import FrameShard
 from mllm_seqpar.videos.reader import decode_threads
 
-from .stored_tower import ARGUMENT, StoredTower
+from .stored_tower import ARGUMENT, TowerReplay
 
 _log = get_logger(__name__)
 
@@ -165,7 +165,7 @@ class BatchReader:
         group: Any,
         comm: Any = None,
         ahead_bytes: int = READ_AHEAD_BYTES,
-        features: StoredTower | None = None,
+        features: TowerReplay | None = None,
     ) -> None:
         self._dataset, self._group, self._comm = dataset, as_communicator(group), as_communicator(comm)
         self._ahead_bytes, self._features = ahead_bytes, features

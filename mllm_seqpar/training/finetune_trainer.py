@@ -42,7 +42,7 @@ from .arguments import FineTuneOptions
 from .batches import BatchReader, MicroBatch, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
-from .stored_tower import ARGUMENT, StoredTower
+from .stored_tower import ARGUMENT, TowerReplay
 from .trainer import SeqParTrainer, frame_arguments_of, with_host_frames
 
 _log = get_logger(__name__)
@@ -89,7 +89,7 @@ class FineTuneTrainer(SeqParTrainer):
         self._host = as_communicator(dist.new_group(backend="gloo", timeout=limit) if distributed else "self")
         self._features = None
         if data.features is not None:
-            self._features = StoredTower(data.features, chat_family(data.training.processor), self.model)
+            self._features = TowerReplay(data.features, chat_family(data.training.processor), self.model)
         self.model_accepts_loss_kwargs = True  # or Trainer divides the loss by the number of micro-batches once more
         self.clock = CheckpointClock(self._host, options.run.save_minutes, options.run.stop_after)
         self.add_callback(self.clock)
@@ -173,7 +173,7 @@ class FineTuneTrainer(SeqParTrainer):
     ) -> Any:
         """Return the group's share of the loss of the step, times the number of groups, because it is averaged over
         groups."""
-        with self._stored_tower(inputs) as arguments:
+        with self._replayed_tower(inputs) as arguments:
             outputs = model(**arguments)
         assert num_items_in_batch is not None
         loss = outputs.loss * (_targets(inputs) * self.data.order.dp / num_items_in_batch)
@@ -182,7 +182,7 @@ class FineTuneTrainer(SeqParTrainer):
         return (loss, outputs) if return_outputs else loss
 
     @contextlib.contextmanager
-    def _stored_tower(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _replayed_tower(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the arguments of forward; inside, the vision tower returns stored outputs if the batch has them."""
         arguments = dict(inputs)
         rows = arguments.pop(ARGUMENT, None)
@@ -237,7 +237,7 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for samples, batch in zip(passes, batches, strict=True):
-                with self._stored_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
+                with self._replayed_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
                     loss = self.model(**arguments).loss
                 if samples:
                     targets = batch.chat.targets

@@ -67,8 +67,8 @@ class TowerRows:
         return sum(stop - start for _, start, stop in self.segments)
 
 
-class StoredTower:
-    """The vision tower of a model whose outputs are stored.
+class TowerReplay:
+    """Replaces the vision tower of a model by its stored outputs.
 
     Raises:
         ConfigError: a part that computes the outputs is trained or random, or the family has no tower that can be

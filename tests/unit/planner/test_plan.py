@@ -248,13 +248,15 @@ def test_buffers_of_each_strategy() -> None:
     # of a layer four times, gradients and copies included; embeddings and head, and the gradient of the head
     gathered = 2 * (4 * layer + 3 * 151851 * 3584)
     dq, dkv = 512 * 28 * 128 * 4, 2 * KEYS * 4 * 128 * 4
-    assert memory(LV)["buffers"] == one_gpu + gathered + 2 * dq
-    assert memory(RING)["buffers"] == one_gpu + gathered + 2 * dkv
-    assert memory(MESH)["buffers"] == one_gpu + gathered + 3 * (dq + dkv)
+    # one GPU holds most at the gradient of the features, where K, V and dq are gone; shards of others come with them
+    gone = KEYS * 2 * (3584 - 2 * 4 * 128) - dq
+    for strategy, shards in ((LV, 2 * dq), (RING, 2 * dkv), (MESH, 3 * (dq + dkv))):
+        assert memory(strategy)["buffers"] == one_gpu + gathered + max(0, shards - gone)
     # the gradient of all features: as shards, in float32, and concatenated
     assert memory(REPLICATE)["buffers"] == gathered + 16 * KEYS * 3584 * (2 + 4 + 4)
     # the backward pass of the norms: three tensors in float32 of all frames at once
-    assert memory(recompute=False)["buffers"] - memory()["buffers"] == 3 * 4 * KEYS * 3584
+    kept = memory(recompute=False)["buffers"]
+    assert kept - memory()["buffers"] == 3 * 4 * KEYS * 3584 - (gone - 2 * dq)
 
 
 def test_memory_of_transfers() -> None:

@@ -108,7 +108,7 @@ def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["memory_total"] == sum(first["memory"].values())
     best = {"strategy": "lv-xattn", "tile": [16, 1], "patch_model": {"strategy": "lv-xattn"}}
     assert best.items() <= shown["best"].items()
-    assert shown["self_attention"]["tile"] == [1, 16] and shown["enough_gpus"] == 4
+    assert shown["self_attention"]["tile"] == [1, 16] and shown["enough_gpus"] == 8
 
 
 def test_plan_prints_the_options_of_patch_model(capsys: pytest.CaptureFixture[str]) -> None:

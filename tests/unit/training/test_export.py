@@ -20,7 +20,7 @@ from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPl
 from mllm_seqpar.training import export
 from mllm_seqpar.training.arguments import make_options, read_options
 from mllm_seqpar.training.export import create_repository, export_dtype, export_model, model_card, run_on_rank_0
-from mllm_seqpar.training.stored_tower import StoredTower, TowerRows
+from mllm_seqpar.training.stored_tower import TowerReplay, TowerRows
 from model_copies import tiny_model
 from tiny_models.mplug_owl3 import IMAGE_SIZE, tiny_tokenizer
 
@@ -72,7 +72,7 @@ def test_stored_tower_keeps_a_method_that_was_set_on_its_instance(tmp_path: Path
     """As the autocast wrapper of accelerate, or `register_fsdp_forward_method` of torch."""
     processor = MPlugOwl3Processor(MPlugOwl3ImageProcessor(image_size=IMAGE_SIZE), tiny_tokenizer())
     model = tiny_model().requires_grad_(False)
-    stored = StoredTower(TowerStore(tmp_path, {}), chat_family(processor), model)
+    stored = TowerReplay(TowerStore(tmp_path, {}), chat_family(processor), model)
     tower = model.vision_model
     for wrapper in (None, lambda pixels: type(tower).penultimate(tower, pixels)):
         if wrapper is not None:
