@@ -40,6 +40,8 @@ InputsT = TypeVar("InputsT", bound=ForwardInputs)
 class ModelFacts(ABC, Generic[InputsT]):
     """What the passes of one patched model read of it.
 
+    It is apart from `Family`, whose forward runs passes: `passes` would otherwise import the module that imports it.
+
     Attributes:
         frame_arguments: the arguments of the forward that hold frames or features; they take `HostFrames`.
         repeats_frames: whether its `generate` passes frames again with every token.
