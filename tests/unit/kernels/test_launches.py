@@ -11,9 +11,10 @@ from torch import Tensor
 
 from device_operators import DeviceOperators
 from fake_cuda import fake_cuda
+from mllm_seqpar.attention import decode_attention, lv_xattn
 from mllm_seqpar.attention.call_spec import with_kernels
 from mllm_seqpar.attention.executor import BlockMath, FinalRows, GradientAccumulator, PartialResult
-from mllm_seqpar.masks import Intervals
+from mllm_seqpar.masks import FrameMask, Intervals
 
 FORWARD, BACKWARD = 12, 16
 ROWS, KEYS = 256, 4096
@@ -59,9 +60,34 @@ def test_launches_of_a_block_of_few_rows():
     assert all(forward <= FORWARD and backward <= BACKWARD for forward, backward in found.values()), found
 
 
-def count(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Intervals | None) -> tuple[int, int]:
+def test_launches_of_a_table_with_holes_are_those_of_its_layers():
+    row = torch.arange(ROWS)[None]
+    layers = [Intervals(n * 1000 + row, n * 1000 + row + 500, KEYS) for n in range(3)]
+    with fake_cuda():
+        forward, backward = count(*tensors(ROWS, KEYS), *layers)
+    assert forward <= len(layers) * FORWARD and backward <= len(layers) * BACKWARD
+
+
+@torch.no_grad()
+def test_launches_of_a_layer_do_not_depend_on_the_number_of_frames():
+    found = set()
+    for frames in (256, 1024, 4096):
+        stop = torch.arange(1, ROWS + 1)[None] * frames // ROWS
+        mask = FrameMask.from_intervals(torch.zeros_like(stop), stop, 16, frames)
+        with fake_cuda():
+            q, k, v, _ = (x[:1] for x in tensors(ROWS, 16 * frames))
+            with DeviceOperators() as layer:
+                lv_xattn(q, k, v, mask=mask)
+            with DeviceOperators() as token:
+                decode_attention(q[:, :, :1], k, v)
+        found.add((layer.total(), token.total()))
+    assert len(found) == 1 and max(max(found)) <= FORWARD, found
+
+
+def count(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *mask: Intervals | None) -> tuple[int, int]:
     """Return the numbers of a block forward and backward, of rows of another rank that have a result already."""
-    layers, block_math = with_kernels(mask and (mask,), q, k, "auto"), BlockMath("auto", 0.1)
+    given = None if mask == (None,) else mask
+    layers, block_math = with_kernels(given, q, k, "auto"), BlockMath("auto", 0.1)
     partial = PartialResult(q, torch.float32)
     grads = tuple(GradientAccumulator(x, torch.float32) for x in (q, k, v))
     o, lse = partial.value
