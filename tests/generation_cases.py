@@ -120,6 +120,7 @@ GENERATED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "static cache, beams": (replace(PREVIEW, mask="scattered", labels=None), STATIC | BEAMS),
         "embeddings": (replace(PREVIEW, embeds=True, labels=None), GREEDY),
         "features, beams, no cache": (_PREVIEW_STATES, BEAMS | NO_CACHE),
+        "features of frames, beams": (replace(_PREVIEW_STATES, features="frames"), THREE_BEAMS),
         "local features, beams": (_local(_PREVIEW_STATES), BEAMS),
         "local text": (_PREVIEW_TWO.with_options(self_attention="local"), GREEDY),
         "ring": (_PREVIEW_TWO.with_options(strategy="ring"), GREEDY),

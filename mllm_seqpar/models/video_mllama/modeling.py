@@ -366,6 +366,18 @@ class VideoMllamaForConditionalGeneration(LocalCode, MllamaForConditionalGenerat
             return None
         return torch.where(targets == token, weight, 1.0)
 
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **model_kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Repeat each sample for its beams, with all of its frames; features have one row for each frame."""
+        states, embeds = model_kwargs.get("cross_attention_states"), model_kwargs.get("inputs_embeds")
+        text = input_ids if embeds is None else embeds
+        if states is not None and text is not None and model_kwargs.get("visual_shard") is None:
+            model_kwargs["cross_attention_states"] = states.reshape(text.shape[0], -1, states.shape[-1])
+        return super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+
     @takes_cache
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, cache: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
