@@ -96,6 +96,13 @@ class _IdeficsInputs(ForwardInputs):
     resampled: bool
     """Whether `frames` are the output of the resampler."""
 
+    @property
+    def is_decoding_step(self) -> bool:
+        """As for other families; `generate` also repeats the frames that are in the cache with every token."""
+        state = self.cache_state
+        repeats = self.frames is None or (state is not None and state.frames is not None)
+        return self.past_length > 0 and self.length == 1 and repeats
+
 
 class IdeficsFamily(Family[_IdeficsInputs]):
     """IDEFICS. The images of all samples are one flat list; a table says which row attends to which image."""

@@ -299,17 +299,21 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         patch.set(self.model, "_prepare_position_ids_for_generation", positions)
 
     def _store_offsets(self, cache: Cache, inputs: QwenVLInputs) -> None:
-        """Store the offsets of the positions of later tokens, (rows of the prompt, 1) on the CPU, with the cache.
+        """Store the offsets of the positions of later tokens with the cache, on the CPU: (rows of the prompt, 1), or
+        (rows, 0) of a text alone.
 
         transformers stores them on the model (`rope_deltas`), where each prompt replaces the offsets of the one before.
         """
         state, offsets = cache_state_of(cache), self.model.model.rope_deltas
         assert state is not None
         rows = state.rows_of(inputs.batch)
+        samples = int(rows.max()) + 1
         if offsets is None:  # of a text alone, whose positions follow from its padding
+            if state.text_facts is None:
+                state.text_facts = torch.zeros(samples, 0, dtype=torch.long)
             return
-        if state.text_facts is None:
-            state.text_facts = torch.zeros(int(rows.max()) + 1, 1, dtype=torch.long)
+        if state.text_facts is None or not state.text_facts.shape[1]:
+            state.text_facts = torch.zeros(samples, 1, dtype=torch.long)
         # Beams of a sample share its offset. With positions of the caller, the model may have those of another prompt.
         if inputs.batch % offsets.shape[0] == 0:
             state.text_facts[rows] = offsets.cpu().repeat_interleave(inputs.batch // offsets.shape[0], 0)
@@ -320,13 +324,10 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         If the cache has several beams of each sample, they are the offsets of the first.
         """
         state = cache_state_of(cache)
-        if state is None or state.rows is None:
-            return
-        offsets = None
-        if state.text_facts is not None:
+        if state is not None and state.text_facts is not None and state.rows is not None:
             rows = state.rows[:: max(1, len(state.rows) // text.shape[0])]
             offsets = copy_to_device(state.text_facts[rows], text.device)
-        self.model.model.rope_deltas = offsets
+            self.model.model.rope_deltas = offsets if offsets.shape[1] else None
 
     @property
     def decoder(self) -> Any:
