@@ -39,22 +39,22 @@ def rotate_by_whole_text(family: ModelFacts[Any], patch: Patch) -> None:
 
 
 def _decoder_around(module: nn.Module, family: ModelFacts[Any]) -> nn.Module:
-    """Return the smallest module around an embedding and attention to text, which is called with the state of a pass.
+    """Return the smallest module around an embedding and the decoder's layers, which gets the state of a pass.
 
     Raises:
         AdapterError: there is none besides the model.
     """
     found: nn.Module = family.model
-    sites = set(family.text_attention())
+    layers = set(family.decoder.layers)
     for each in family.model.modules():  # a module comes after those around it
         inner = set(each.modules())
-        if module in inner and sites & inner:
+        if module in inner and layers & inner:
             found = each
     if found is family.model:
         raise AdapterError(
             f"{type(family).__name__}: {type(module).__name__} derives its frequencies from the length of the text, "
-            f"and no module within {type(family.model).__name__} contains it and attention to text, so it would take "
-            "the length of a rank's shard; use another rope_type"
+            f"and no module within {type(family.model).__name__} contains it and the decoder's layers, so it would "
+            "take the length of a rank's shard; use another rope_type"
         )
     return found
 
