@@ -107,9 +107,14 @@ class FusedKernel:
     ) -> tuple[Tensor, Tensor]:
         if not (q.numel() and k.numel()):  # `base.is_empty`, without a call: each block of each layer passes here
             return base.empty_forward(q)
+        groups = k.shape[1]
         limit = self.converted_keys
         if intervals is None and (limit is None or k.shape[2] <= limit or q.dtype is self.operator_dtype):
-            return self._forward_whole(q, k, v, scale)
+            rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `fold_heads`
+            o, lse = self._run_forward(rows, k, v, AttentionArgs(scale))
+            # The layout of the log-sum-exp differs between operators: it may have no view with unfolded heads.
+            lse = lse.contiguous()
+            return (o, lse) if rows is q else (o.reshape(q.shape), lse.view(q.shape[:3]))
         pieces = self._pieces(q, k, intervals)
         if len(pieces) == 1 and pieces[0].is_whole and not pieces[0].is_full:
             return self._forward_piece(pieces[0], q, k, v, scale)
@@ -118,7 +123,7 @@ class FusedKernel:
         for piece in pieces:
             at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
             some = q[at], k[of_keys], v[of_keys]
-            part = self._forward_whole(*some, scale) if piece.is_full else self._forward_piece(piece, *some, scale)
+            part = self.forward(*some, scale=scale) if piece.is_full else self._forward_piece(piece, *some, scale)
             if piece.rows.start >= done.get(piece.batch.start, 0):
                 o[at], lse[at] = part
             else:
@@ -185,15 +190,6 @@ class FusedKernel:
                 pieces += [BlockPart(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
         intervals.kept[key] = pieces
         return pieces
-
-    def _forward_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (o, lse) of a block or a piece without a mask."""
-        groups = k.shape[1]
-        rows = q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[3])  # `fold_heads`
-        o, lse = self._run_forward(rows, k, v, AttentionArgs(scale))
-        # The layout of the log-sum-exp differs between operators: it may have no view with unfolded heads.
-        lse = lse.contiguous()
-        return (o, lse) if rows is q else (o.reshape(q.shape), lse.view(q.shape[:3]))
 
     def _forward_piece(self, piece: BlockPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of a causal or masked piece, given its rows and keys."""
