@@ -245,6 +245,9 @@ class Engine:
         try:
             agree(self.comm, "answering", error=error)
         except Exception as cause:  # noqa: BLE001 - yielded
+            if outcome is Outcome.REFUSED:
+                # The frames refer to the error and to the job's features, which would live until a garbage collection.
+                cause.__traceback__ = None
             return JobError(cause, outcome)
         raise AssertionError("an outcome without an error")
 

@@ -172,7 +172,7 @@ def test_features_of_a_video_are_freed_before_the_next_is_encoded(
 
     class Watched(Conversation):
         def encode(self, *args: Any, **kwargs: Any) -> None:
-            if not self.sources or self._encoded is not None:
+            if not self.sources or self.encoded is not None:
                 return super().encode(*args, **kwargs)
             assert not any(one() is not None for one in alive), "an earlier video is still in memory"
             features = torch.zeros(3)
