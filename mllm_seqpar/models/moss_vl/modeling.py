@@ -99,7 +99,7 @@ class MossVLVisionModel(Qwen3VLVisionModel):
         return merged
 
     def states(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Sequence[Tensor]:
-        """Return the states (P, width) of the last block, and of those that the merger takes too.
+        """Return the states (P, width) of the last block, and of the other blocks that the merger takes.
 
         The frames of a video do not attend to each other. If the grids are on the host, the device is not read.
         """
@@ -635,16 +635,16 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         """Prepare the inputs like transformers; frames are passed only until their K and V are in the cache."""
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **cache_argument(cache), **kwargs)
-        state = cache_state_of(cache)
-        if cache is None or not cache.get_seq_length() or state is None or state.frames is None:
-            # transformers leaves frames out of all passes of an assistant model, also of the first.
-            return inputs | {name: kwargs[name] for name in (*OF_FRAMES, MASK) if kwargs.get(name) is not None}
-        given = given_frames(kwargs.get("pixel_values"), kwargs.get("visual_embeds"))
-        if is_first_iteration and given is not None:
-            ids, known = inputs.get("input_ids"), is_known(state, given)
-            if brings_frames(known, ids, self.config.image_token_id):
-                return inputs | {name: kwargs[name] for name in (*OF_FRAMES, MASK) if kwargs.get(name) is not None}
-        return {name: value for name, value in inputs.items() if name not in (*OF_FRAMES, MASK)}
+        state, given = cache_state_of(cache), given_frames(kwargs.get("pixel_values"), kwargs.get("visual_embeds"))
+        brings = True
+        if cache is not None and cache.get_seq_length() and state is not None and state.frames is not None:
+            ids, image = inputs.get("input_ids"), self.config.image_token_id
+            if brings := bool(is_first_iteration) and given is not None:
+                brings = brings_frames(is_known(state, given), ids, image)
+        if not brings:
+            return {name: value for name, value in inputs.items() if name not in (*OF_FRAMES, MASK)}
+        # transformers leaves frames out of all passes of an assistant model, also of the first.
+        return inputs | {name: kwargs[name] for name in (*OF_FRAMES, MASK) if kwargs.get(name) is not None}
 
 
 def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
