@@ -80,7 +80,7 @@ class _JointAttention(torch.autograd.Function):
             ctx.keys.append(keys_for_backward)
         ctx.comm, ctx.block_math = comm, block_math
         if region is not None and not region.replays_rng:
-            # With dropout, recomputation yields different q, k and v; keep those that produced (o, lse).
+            # With dropout, recomputation yields other q, k and v; keep the ones that gave (o, lse).
             of_this_pass = q, *saved
             q, *saved = region.once(lambda: of_this_pass, "inputs")
         ctx.save_for_backward(q, o, lse, *saved)

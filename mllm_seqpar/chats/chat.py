@@ -116,7 +116,7 @@ class Chat:
         return [medium for turn in self.turns for medium in turn.media]
 
     def with_media(self, media: Iterable[Clip]) -> Chat:
-        """Return the conversation with other media in the place of its own, in order."""
+        """Return the conversation with other media instead of its own, in order."""
         following = iter(media)
         return Chat(
             tuple(

@@ -18,8 +18,7 @@ from .evidence_page import write_evidence_page
 from .generation import Answer, Sampling
 from .stored_features import load_video, open_store, save_video
 
-EncodedVideo, encode_video = Encoded, encode
-"""Earlier names."""
+EncodedVideo, encode_video = Encoded, encode  # their names before other media than videos were encoded
 
 __all__ = [
     "Answer",

@@ -62,7 +62,7 @@ class Outcome(IntEnum):
     INVALID = 2
     """The model or its options cannot answer such a job: a value that `generate` refuses."""
     FAILED = 3
-    """An unexpected error."""
+    """The job raised an error that is neither of the input nor of the options."""
     OUT_OF_MEMORY = 4
 
     @classmethod

@@ -100,7 +100,7 @@ class ModelFacts(ABC, Generic[InputsT]):
 
     @property
     def frame_modules(self) -> Iterable[nn.Module | None]:
-        """The modules that compute with frames: those that `encode` calls, and attention to frames; None for one that
+        """The modules that compute with frames: what `encode` calls, and attention to frames; None for one that
         the model lacks."""
         text = {self.model.get_input_embeddings(), self.model.get_output_embeddings(), self.decoder}
         encoders = [module for module in self.called_modules if module not in text]

@@ -331,7 +331,7 @@ class Pass:
         """Return the inputs of a pass with a cache if it encodes frames: a prompt does, for FSDP also without any.
 
         Frames that the cache has already are not encoded again. Others follow them, or take their place: if `generate`
-        repeats frames, every pass attends to those that come with it, as unpatched (`ModelFacts.appends_frames`).
+        repeats frames, every pass attends to its own, as unpatched (`ModelFacts.appends_frames`).
         """
         family, inputs = self.family, self.inputs
         if state.frames is None:

@@ -90,7 +90,7 @@ def _rotations(
 ) -> tuple[Tensor, ...]:
     """Return the cosines and sines (..., s, D) of this rank's positions (..., s).
 
-    Outside of the decoder, the positions are those that the unpatched model passes.
+    Outside of the decoder, the positions are the ones that the unpatched model passes.
     """
     whole = running[-1].whole_positions if running else None
     if whole is None:
