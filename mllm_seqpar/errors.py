@@ -94,6 +94,22 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), repr(error))
 
 
+def reason(error: BaseException) -> str:
+    """Return why an operation failed, without the errno and the path that an OSError or an FFmpeg error repeats."""
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+@contextmanager
+def translated(make: abc.Callable[[str], SeqParError]) -> abc.Iterator[None]:
+    """Raise ``make(why)`` for whatever a library raises inside the context, except for `PASSED`."""
+    try:
+        yield
+    except PASSED:
+        raise
+    except Exception as error:
+        raise make(reason(error)) from error
+
+
 @contextmanager
 def writing(where: object, what: str, remedy: str, kind: type[SeqParError] = DataError) -> abc.Iterator[None]:
     """Raise an error of class `kind` if `what` cannot be written inside the context, whichever library writes it.

@@ -389,7 +389,7 @@ def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor
     assert not cache.exists() and data.batch([0]).frames == 1
     assert [file.suffix for file in (cache / "media").iterdir() if file.suffix != ".lock"] == [".png"]
     path.write_text(path.read_text().replace(content, "***"))
-    with pytest.raises(VideoError, match=r"a.jsonl:1: data:image/png;base64,\*\*\*\.\.\.: not a data URL"):
+    with pytest.raises(VideoError, match=r"a.jsonl:1: data:image/png;base64,\*\*\*: not a valid URL"):
         ChatDataset(path, processor).batch([0])
 
 
