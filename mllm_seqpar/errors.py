@@ -5,7 +5,7 @@ import errno
 import os
 import re
 from collections import abc
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 
 
@@ -108,6 +108,11 @@ def translated(make: abc.Callable[[str], SeqParError]) -> abc.Iterator[None]:
         raise
     except Exception as error:
         raise make(reason(error)) from error
+
+
+def reading(what: str, remedy: str, kind: type[SeqParError] = DataError) -> AbstractContextManager[None]:
+    """Return a context in which whatever a library raises becomes an error of class `kind`: what (why); remedy."""
+    return translated(lambda why: kind(f"{what} ({why}); {remedy}"))
 
 
 @contextmanager

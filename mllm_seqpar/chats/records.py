@@ -26,7 +26,7 @@ from typing import Any
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.digests import digest_of, file_digest
-from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, translated
+from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, reading
 from mllm_seqpar.models.hub import local_directory
 from mllm_seqpar.videos.files import reading_index
 from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_cache
@@ -186,7 +186,7 @@ class Records(ABC):
         Raises:
             DataError: it cannot be parsed; does not name its place.
         """
-        with translated(partial(_unreadable, "cannot be read", "check that the download is complete")):
+        with reading("cannot be read", "check that the download is complete"):
             row = self._row(index)
         return {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else row
 
@@ -244,7 +244,7 @@ class JsonRecords(Records):
         self.path, self.folders, digests = files[0], (), []
         self._rows: list[tuple[Path, int, Any]] = []
         for file in files:
-            with translated(partial(_unreadable, f"{file}: cannot be read", f"expected {KNOWN}")):
+            with reading(f"{file}: cannot be read", f"expected {KNOWN}"):
                 content = file.read_bytes()
             if content.startswith(b"\x1f\x8b"):
                 raise DataError(
@@ -257,12 +257,12 @@ class JsonRecords(Records):
     def _numbered(self, file: Path, content: bytes) -> Iterable[tuple[int, Any]]:
         """Return (number, record) from 1; the records of JSONL are lines that are parsed on access."""
         if file.suffix.lower() == ".csv":  # a cell may have 131,072 characters
-            with translated(partial(_unreadable, f"{file}: not CSV in UTF-8", "save it so, or as JSONL or parquet")):
+            with reading(f"{file}: not CSV in UTF-8", "save it so, or as JSONL or parquet"):
                 rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")))
             return enumerate(({name: cell or None for name, cell in row.items()} for row in rows), 1)
         start = content.removeprefix(codecs.BOM_UTF8).lstrip()
         if start[:1] == b"[":
-            with translated(partial(_unreadable, f"{file}: not JSON", "expected one list of records")):
+            with reading(f"{file}: not JSON", "expected one list of records"):
                 return enumerate(json.loads(start), 1)
         return ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
@@ -280,7 +280,7 @@ class JsonRecords(Records):
         row = self._rows[index][-1]
         if isinstance(row, dict) and None in row:  # of csv.DictReader
             raise DataError("has more cells than the header has columns; put a text that has a comma in quotes")
-        with translated(partial(_unreadable, "not JSON", "each line holds one record")):
+        with reading("not JSON", "each line holds one record"):
             return json.loads(row) if isinstance(row, bytes) else row
 
 
@@ -326,7 +326,7 @@ class EmbeddedRecords(Records):
         """Return what reads a medium, None if only its path is known, and its path, which may be empty."""
 
     def locate(self, index: int, name: str) -> str:
-        with translated(lambda why: VideoError(f"{name}: cannot be read from {self.path} ({why})")):
+        with reading(f"{name}: cannot be read", f"it is inside {self.path}", VideoError):
             if (place := self._embedded(index, name)) is None:
                 return super().locate(index, name)
             column, number = place
@@ -431,7 +431,7 @@ class TarRecords(EmbeddedRecords):
 
     def _row(self, index: int) -> Any:
         members = self._samples[index][2]
-        with translated(lambda why: DataError(f"its member json is not JSON ({why})")):
+        with reading("its member json is not JSON", "each has one record"):
             record = json.loads(self._read(index, "json")) if "json" in members else {}
         if not isinstance(record, dict):
             return record
@@ -460,10 +460,6 @@ class TarRecords(EmbeddedRecords):
 
     def _content(self, index: int, column: str, number: int) -> tuple[Callable[[], bytes] | None, str]:
         return partial(self._read, index, column), f"{self._samples[index][1]}.{column}"
-
-
-def _unreadable(what: str, remedy: str, why: str) -> DataError:
-    return DataError(f"{what} ({why}); {remedy}")
 
 
 def _merged_schema(files: Sequence[Path]) -> Any:

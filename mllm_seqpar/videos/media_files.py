@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from mllm_seqpar.digests import digest_of
-from mllm_seqpar.errors import PASSED, VideoError, first_line, translated
+from mllm_seqpar.errors import PASSED, VideoError, first_line, reading
 
 from .downloads import blocks, data_blocks, open_url
 from .files import atomic_write
@@ -70,7 +70,7 @@ def local_media(name: str | os.PathLike[str]) -> str:
     if scheme is None or os.path.exists(name):
         return name
     kind = scheme[1].lower()
-    with translated(lambda why: VideoError(f"{name:.100}: not a valid URL ({why}); expected {_URLS[kind]}")):
+    with reading(f"{name:.100}: not a valid URL", f"expected {_URLS.get(kind)}", VideoError):
         if kind == "data":
             content = b"".join(data_blocks(name))
         elif kind in _URLS:

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._compat import REFORMAT_THREADS, optional_import
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import PASSED, ConfigError, VideoError, translated
+from mllm_seqpar.errors import PASSED, ConfigError, VideoError, reading, translated
 
 from .container import index_of, open_video, require_av
 from .images import image_size, is_animated_webp
@@ -131,7 +131,7 @@ def read_frames(
         yield from _read_with_torchcodec(plan, ranges, size, batch, threads, device)
         return
     with (
-        translated(lambda why: VideoError(f"{plan.path}: cannot be decoded ({why}); replace or convert it")),
+        reading(f"{plan.path}: cannot be decoded", "replace or convert it", VideoError),
         ExitStack() as resources,
         closing(_Reader(plan, size, resources).batches(ranges, threads, batch)) as batches,
     ):
@@ -699,7 +699,7 @@ def _check_choice(threads: int | None, decoder: str, prefix: str) -> None:
 def import_torchcodec(wanted: str) -> Any:
     """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
     # An installed torchcodec may not find FFmpeg or the libraries of CUDA.
-    with translated(lambda why: ConfigError(f"torchcodec cannot be loaded ({why}); install FFmpeg, or use pyav")):
+    with reading("torchcodec cannot be loaded", "install FFmpeg, or use the decoder pyav", ConfigError):
         return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
 
 
