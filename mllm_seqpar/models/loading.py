@@ -356,9 +356,9 @@ def _unreadable(folder: Path, error: Exception, what: str) -> ConfigError:
                 f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
                 f"({first_line(fault)}); download or copy it again"
             )
-    if (fault := library_fault(error)) is not None:
+    if (said := library_fault(error)) is not None:
         what = what or "the model that its config.json describes cannot be loaded"
-    return ConfigError(": ".join(filter(None, (f"--model {folder}", what, fault or first_line(error)))))
+    return ConfigError(": ".join(filter(None, (f"--model {folder}", what, said or first_line(error)))))
 
 
 def model_directories(path: str) -> list[Path]:
