@@ -45,11 +45,10 @@ from mllm_seqpar.models.moss_vl.modeling import (
     MASK,
     after_text,
     check_appended,
-    crop_layout,
     media_of_samples,
     next_positions,
 )
-from mllm_seqpar.models.mplug_owl3.media import brings_frames
+from mllm_seqpar.models.mplug_owl3.media import brings_frames, crop_layout
 
 GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
 
@@ -156,11 +155,11 @@ class MossVLInputs(ForwardInputs):
             tokens,
             grids,
             frames,
-            mask,
-            None if grids is None else self.on_host(MASK),
-            self.on_host("position_ids"),
-            self.past_length,
-            next_positions(state, mask, self.past_length, self.batch, tokens.device),
+            attention_mask=mask,
+            cross_attention_mask=None if grids is None else self.on_host(MASK),
+            position_ids=self.on_host("position_ids"),
+            past_length=self.past_length,
+            begin=next_positions(state, mask, self.past_length, self.batch, tokens.device),
         )
         return after_text(layout, state, mask, self.batch)
 
@@ -288,7 +287,7 @@ class MossVLFamily(Family[MossVLInputs]):
         if not inputs.past_length:
             cache_state.frame_facts = inputs.layout  # later tokens of a padded text need it also without frames
             return
-        crop_layout(cache_state, inputs.past_length)
+        crop_layout(cache_state, inputs.past_length, inclusive=True)
         if cache_state.frame_facts is not None:
             cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
 

@@ -35,7 +35,7 @@ from mllm_seqpar.adapting import (
     takes_cache,
 )
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
-from mllm_seqpar.models.mplug_owl3.media import MediaLayout, brings_frames, check_layout, crop_frames
+from mllm_seqpar.models.mplug_owl3.media import MediaLayout, brings_frames, check_layout, crop_layout
 
 
 @takes_cache
@@ -182,7 +182,7 @@ class MPlugOwl3Family(Family[Any]):
 
     def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Remove the frames whose text was cropped from the cache, as the native model does."""
-        crop_frames(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
+        crop_layout(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
         if cache_state.frame_facts is not None:
             cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
 

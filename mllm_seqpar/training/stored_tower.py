@@ -10,7 +10,7 @@ In a pass, either all ranks compute or all ranks read, because FSDP gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,6 +65,12 @@ class TowerRows:
     def __len__(self) -> int:
         """Return the number of rows."""
         return sum(stop - start for _, start, stop in self.segments)
+
+
+def has_outputs(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a batch has stored outputs of the vision tower instead of its frames."""
+    rows = arguments.get(ARGUMENT)
+    return rows is not None and rows.states is not None
 
 
 class TowerReplay:
