@@ -47,13 +47,13 @@ from gpu_models import MODELS, Model
 from harness import Row, medians_ms, once_ms, rounds, synchronize
 from kernels import measure_shape, operands, passes, rates
 
+from memory_meters import peak_memory
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.attention import lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import first_line
 from mllm_seqpar.kernels import available_kernels
 from mllm_seqpar.masks import FrameMask
-from peak_memory import peak_memory
 
 BUDGET_S = 450.0
 GIB = 2**30
