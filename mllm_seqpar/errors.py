@@ -57,6 +57,17 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
+def require_shape(name: str, shape: abc.Sequence[int], note: str = "", **dims: int | None) -> None:
+    """Raise ShapeError unless a tensor has these dimensions in this order; None is one of any size.
+
+    The message states the sizes, and the names of dimensions of any size: "x has shape (3, 4); expected (frames, 2)".
+    `note` ends it.
+    """
+    if len(shape) != len(dims) or any(size not in (None, x) for size, x in zip(dims.values(), shape, strict=True)):
+        expected = (name.replace("_", " ") if size is None else str(size) for name, size in dims.items())
+        raise ShapeError(f"{name} has shape {tuple(shape)}; expected ({', '.join(expected)}){note}")
+
+
 PASSED = (SeqParError, MemoryError)
 """Exceptions that are not about a file. Any other one that a library raises while it reads a file becomes our own error
 with the name of the file, because no list of the exceptions of other libraries is complete."""
