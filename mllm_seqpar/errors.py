@@ -57,15 +57,23 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
-def require_shape(name: str, shape: abc.Sequence[int], note: str = "", **dims: int | None) -> None:
+def require_shape(name: str, shape: abc.Sequence[int] | None, note: str = "", **dims: int | None) -> None:
     """Raise ShapeError unless a tensor has these dimensions in this order; None is one of any size.
+
+    A `shape` of None is that of a tensor that is missing.
 
     The message states the sizes, and the names of dimensions of any size: "x has shape (3, 4); expected (frames, 2)".
     `note` ends it.
     """
-    if len(shape) != len(dims) or any(size not in (None, x) for size, x in zip(dims.values(), shape, strict=True)):
-        expected = (name.replace("_", " ") if size is None else str(size) for name, size in dims.items())
-        raise ShapeError(f"{name} has shape {tuple(shape)}; expected ({', '.join(expected)}){note}")
+    sizes = dims.values()
+    if (
+        shape is None
+        or len(shape) != len(sizes)
+        or any(size not in (None, x) for size, x in zip(sizes, shape, strict=True))
+    ):
+        expected = ", ".join(dim.replace("_", " ") if size is None else str(size) for dim, size in dims.items())
+        found = "is missing" if shape is None else f"has shape {tuple(shape)}"
+        raise ShapeError(f"{name} {found}; expected ({expected}){note}")
 
 
 PASSED = (SeqParError, MemoryError)

@@ -183,11 +183,9 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         self._check_mask(inputs)
 
     def _check_mask(self, inputs: _IdeficsInputs) -> None:
-        if inputs.image_attention_mask is None:
-            raise ShapeError("image_attention_mask is missing; pass what the processor returns")
-        shape, note = inputs.image_attention_mask.shape, ", a row for each token of each sample"
+        mask, note = inputs.image_attention_mask, ", a row for each token of each sample"
         dims = {"samples": inputs.batch, "tokens": inputs.length, "images of a sample": None}
-        require_shape("image_attention_mask", shape, note, **dims)
+        require_shape("image_attention_mask", None if mask is None else mask.shape, note, **dims)
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Drop the frames of the cache, so that those of this pass are encoded, if a row now continues another sample.
