@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import gather_sequence
 
 from .text import TextShards
@@ -64,6 +65,17 @@ class StarText(TextShards):
         super().__init__(batch, context, comm, "contiguous", valid, first)
         self.new_token_rank = comm.size - 1  # the paper's query host
         self.padded = context + comm.size  # the first column of padding fills the second half of the first rank's rows
+
+    def require_text_in_anchor(self) -> None:
+        """Raise MaskError for samples that are all padding in the anchor."""
+        if self.valid is not None:
+            without_text = (~self.valid[:, : self.block].any(1)).nonzero().flatten().tolist()
+            if without_text:
+                raise MaskError(
+                    f"attention_mask: sample {without_text[0]} has padding only among its first {self.block} tokens, "
+                    'which are the anchor of self_attention="star" and must be text; pass samples of about one length, '
+                    "or one by one"
+                )
 
     @property
     def local(self) -> int:
