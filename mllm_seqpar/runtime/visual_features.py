@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from mllm_seqpar._compat import dropout_class
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
 from mllm_seqpar.recomputation import AutocastState, ParameterCheck, trained_parameters
 from mllm_seqpar.sharding import FrameSizes, Spans
@@ -58,13 +57,6 @@ class VisualFeatures:
     units: int
     recompute: bool = True
     layout: str = "contiguous"
-
-    def __post_init__(self) -> None:
-        if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:
-            raise ShapeError(
-                f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
-                "expected (units, tokens, width) and (units, ...)"
-            )
 
     @property
     def tokens_per_unit(self) -> int:

@@ -37,12 +37,14 @@ def seqpar_attention(
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
         refuse_dropout(dropout)  # even with all text on every rank, because each rank would drop different weights
-    text_mask = "decoder" if seqpar is None else seqpar.text_mask(sliding_window)
-    if seqpar is None or (seqpar.recorder is None and text_mask != "intervals"):
+    kind = "decoder" if seqpar is None else seqpar.text_mask_kind(sliding_window)
+    if seqpar is None or (seqpar.recorder is None and kind != "intervals"):
         # What `attend` would do, in fewer steps.
-        mask = attention_mask if text_mask == "decoder" else None
+        mask = attention_mask if kind == "decoder" else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    options = {"window": sliding_window, "mask": attention_mask, "model_attention": model_attention(module, **kwargs)}
+    options: dict[str, Any] = {"window": sliding_window, "mask": attention_mask}
+    if kind != "intervals":
+        options["model_attention"] = model_attention(module, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend_text(seqpar, query, key, value, scale, options).transpose(1, 2), None
 
@@ -51,7 +53,7 @@ def seqpar_attention(
 def _attend_text(
     seqpar: ForwardState, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]
 ) -> Tensor:
-    return seqpar.attend(q, [seqpar.text_keys(q, k, v, **options)], scale)
+    return seqpar.attend_each(q, [[seqpar.text_keys(q, k, v, **options)]], scale)[0]
 
 
 def model_attention(module: nn.Module, **kwargs: Any) -> ModelAttention:
