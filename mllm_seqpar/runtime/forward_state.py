@@ -47,7 +47,8 @@ ModelAttention = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor
 """The unpatched model's attention to text: k, v (B, G, t, D), the decoder's mask, q (B, H, s, D), scale -> o."""
 
 TextMaskKind = Literal["decoder", "causal", "intervals"]
-"""What says which tokens a row attends to, and thereby what computes the attention to text (`ForwardState.text_mask_kind`).
+"""What says which tokens a row attends to, and thereby what computes the attention to text; see
+`ForwardState.text_mask_kind`.
 
 "decoder": the decoder's mask. The model's own attention computes text that this rank has whole.
 "causal": the order of the tokens alone. The model's own attention computes it without a mask.
@@ -123,8 +124,13 @@ class ForwardState:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
         (q,) = cast_for_attention(q)
         comm, config, selector = self.context.comm, self.context.config, self.context.selector
-        by_torch = [keys[0].torch_attend if len(keys) == 1 else None for keys in softmaxes]
-        by_kernels = [keys for keys, torch_attend in zip(softmaxes, by_torch, strict=True) if torch_attend is None]
+        by_torch: list[Callable[[Tensor, float], Tensor] | None] = []
+        by_kernels: list[Sequence[Keys]] = []
+        for keys in softmaxes:
+            torch_attend = keys[0].torch_attend if len(keys) == 1 else None
+            by_torch.append(torch_attend)
+            if torch_attend is None:
+                by_kernels.append(keys)
         results: list[tuple[Tensor, Tensor]] = []
         if by_kernels:
             # self_attention="local": every rank has all rows, and they are sharded for this attention only.

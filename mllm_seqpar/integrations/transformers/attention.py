@@ -92,15 +92,14 @@ def use_seqpar_attention(patch: Patch, modules: Iterable[nn.Module]) -> None:
     """
     AttentionInterface.register(NAME, seqpar_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without one, transformers would silently pass no mask
-    owners = {id(owner): owner for module in modules for owner in _modules_with_config(module)}
-    for owner in owners.values():
+    owners: dict[nn.Module, None] = {}  # once each, in order
+    for module in modules:
+        # A wrapper that only passes on attributes (PEFT) contains the modules that have them.
+        for owner in [module] if "config" in vars(module) else module.modules():
+            if hasattr(vars(owner).get("config"), "_attn_implementation"):
+                owners[owner] = None
+    for owner in owners:
         patch.set(owner, "config", _ConfigView(owner.config))
-
-
-def _modules_with_config(module: nn.Module) -> list[nn.Module]:
-    """Return `module`, or, if it is a wrapper that only passes on attributes (PEFT), the modules within it."""
-    candidates = [module] if "config" in vars(module) else module.modules()
-    return [inner for inner in candidates if hasattr(vars(inner).get("config"), "_attn_implementation")]
 
 
 class _ConfigView:

@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._compat import cache_argument
 from mllm_seqpar.comm.backends import require_transferable
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.fsdp_units import call_within, refuse_other_sharding
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
@@ -39,7 +40,6 @@ from mllm_seqpar.models.cache import (
     shard_cached_text,
     supports_sharded_text,
 )
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import KVSource, frames_of_shards
 from mllm_seqpar.runtime.loss import loss_of_targets, require_tokens, sharded_causal_lm_loss
@@ -270,7 +270,7 @@ class Pass:
                 self._store_frames(state, visual, features)
                 family.complete_cache(self.inputs, self.cache, state)
         cached = None if state is None else state.visual_kv
-        source: KVSource | None = cached or visual
+        source: KVSource | None = visual if cached is None else cached
         if source is None:
             return None
         inputs, tokens = self.inputs, source.tokens_per_unit
@@ -401,10 +401,8 @@ class Pass:
         """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
         family, inputs, text = self.family, self.inputs, rows.text
         tokens, positions = inputs.tokens, inputs.positions
-        whole_text, has_frames = (
-            state.text_mask_kind() == "decoder",
-            state.frames is not None or bool(state.visual_tokens),
-        )
+        whole_text = state.text_mask_kind() == "decoder"
+        has_frames = state.frames is not None or bool(state.visual_tokens)
         if text is None:
             if rows.start:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
