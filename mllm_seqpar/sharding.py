@@ -416,6 +416,7 @@ def _spans_of_rank(
     if sizes is None:
         return FrameSizes(total, held=held).spans(comm.size, layout)[comm.rank]
     counts = torch.as_tensor(sizes)
+    counts = counts if counts.numel() else counts.long()  # torch reads an empty list as float32
     if counts.shape != (total,) or counts.is_floating_point() or counts.dtype is torch.bool:
         raise ShapeError(f"{where}: sizes is {tuple(counts.shape)} {counts.dtype}; expected ({total},) integers")
     if total and int(counts.min()) < 1:

@@ -212,9 +212,8 @@ class TestInputs:
 
     def test_stated_positions_are_those_of_the_text(self, model: Any) -> None:
         inputs = inputs_of(Case(labels=None), model)
-        layout = model.model.layout(
-            inputs["input_ids"], torch.tensor([[4, 6]] * 3 + [[6, 4]]), [4], None, inputs["cross_attention_mask"]
-        )
+        mask, grids = inputs["cross_attention_mask"], torch.tensor([[4, 6]] * 3 + [[6, 4]])
+        layout = model.model.layout(inputs["input_ids"], grids, [4], cross_attention_mask=mask)
         expected = model(**inputs).logits
         assert torch.equal(model(**inputs, position_ids=layout.positions).logits, expected)
         assert not torch.equal(model(**inputs, position_ids=layout.positions * 2).logits, expected)
