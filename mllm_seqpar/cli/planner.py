@@ -142,11 +142,7 @@ def _frame_tokens(model: ModelSizes, text: str, frames: int) -> int | tuple[int,
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits.
-
-    Raises:
-        SeqParError: on invalid options.
-    """
+    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits."""
     args = parse_options(
         PlanOptions,
         argv,
