@@ -30,6 +30,7 @@ from mllm_seqpar.errors import ConfigError as ConfigError
 from mllm_seqpar.errors import DataError as DataError
 from mllm_seqpar.errors import MaskError as MaskError
 from mllm_seqpar.errors import ShapeError as ShapeError
+from mllm_seqpar.errors import require_shape as require_shape
 from mllm_seqpar.integrations.transformers.attention import causal_mask as causal_mask
 from mllm_seqpar.integrations.transformers.attention import merge_heads as merge_heads
 from mllm_seqpar.integrations.transformers.attention import model_attention as model_attention

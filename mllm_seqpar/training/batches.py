@@ -204,7 +204,10 @@ class BatchReader:
                 messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
                 faults = {rows[rank][0]: messages[rank] for rank in self._members if rows[rank][0] >= 0}
                 for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
-                    self._skip(sample, message)
+                    if sample not in self.skipped:
+                        self.skipped[sample] = message
+                        if self._comm.rank == self._members[0]:
+                            _log.warning("skipped, %d so far: %s", len(self.skipped), message)
             elif len({row[1] for row in rows}) == 1:
                 assert batch is not None
                 return batch
@@ -298,9 +301,3 @@ class BatchReader:
         except Exception as error:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
-
-    def _skip(self, sample: int, message: str) -> None:
-        if sample not in self.skipped:
-            self.skipped[sample] = message
-            if self._comm.rank == self._members[0]:
-                _log.warning("skipped, %d so far: %s", len(self.skipped), message)

@@ -103,6 +103,11 @@ def read_table(name: str) -> list[PaperRow]:
     return found
 
 
+def paper_row(table: str, label: str, number: int = 0) -> PaperRow:
+    """Return a model's row: 0 has the longest video, 1 half the frames, 2 half of text and frames."""
+    return [row for row in read_table(table) if row.label == label][number]
+
+
 def predicted(row: PaperRow) -> dict[str, float]:
     """Return the seconds in cross-attention (forward and backward, all layers) by strategy."""
     cross, rates, gpus = row.model.cross, RATES[row.table], GPUS[row.table]
