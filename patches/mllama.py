@@ -66,6 +66,19 @@ def _cross_attention(
     return self.o_proj(merge_heads(o)), None
 
 
+def check_cross_layers(layers: Iterable[nn.Module], numbers: Iterable[int]) -> None:
+    """Raise AdapterError unless these layers of a decoder, and no others, attend to frames."""
+    for index, layer in enumerate(layers):
+        if hasattr(layer, "cross_attn") is not (index in numbers):
+            found = f"layer {index} is {type(layer).__name__}"
+            raise AdapterError(f"{found}, but cross_attention_layers is {sorted(numbers)}")
+
+
+def cross_attentions(decoder: Any) -> list[Any]:
+    """Return the attention to frames of each layer that has one."""
+    return [layer.cross_attn for layer in decoder.layers if hasattr(layer, "cross_attn")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MllamaInputs(ForwardInputs):
     """The inputs of one pass, with the mask and sizes of the images: tiles, patches of a tile, width of a patch.
@@ -183,24 +196,19 @@ class MllamaFamily(Family[MllamaInputs]):
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
         decoder = model.model.language_model
-        cross_layers = set(decoder.cross_attention_layers)
-        if 0 in cross_layers:
+        if 0 in decoder.cross_attention_layers:
             raise AdapterError(
-                f"cross_attention_layers is {sorted(cross_layers)}: transformers counts cached tokens by layer 0, "
-                "which must be a self-attention layer"
+                f"cross_attention_layers is {sorted(decoder.cross_attention_layers)}: transformers counts cached "
+                "tokens by layer 0, which must be a self-attention layer"
             )
-        for index, layer in enumerate(decoder.layers):
-            if hasattr(layer, "cross_attn") is not (index in cross_layers):
-                found = f"layer {index} is {type(layer).__name__}"
-                raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
+        check_cross_layers(decoder.layers, decoder.cross_attention_layers)
 
     @property
     def decoder(self) -> Any:
         return self.model.model.language_model
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
-        layers = self.decoder.layers
-        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+        return ((module, _cross_attention) for module in cross_attentions(self.decoder))
 
     _warned_of_missing_mask = False
 

@@ -17,8 +17,8 @@ from family_harness import FAMILIES, family_module, inputs_of, model_of, on_rank
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from model_copies import tiny_model
 from tiny_models import idefics
 from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
@@ -99,8 +99,8 @@ IDEFICS = idefics.Case(frames=(4,), mask="before", labels=None, model=INSTRUCT)
 LATENTS = {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)}
 IDEFICS_ERRORS = {
     (ValueError, ""): {
-        r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
-        r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
+        r"image_attention_mask is missing; expected \(1, 11, images of a": {"image_attention_mask": None},
+        r"has shape \(1, 4, 4\); expected \(1, 11, images of a": {"image_attention_mask": torch.ones(1, 4, 4)},
         "whose mask is for 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
         "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
         "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
@@ -198,9 +198,9 @@ MOSS_ERRORS: Errors = {
         r"grid_thw has shape \(4,\)": {"grid_thw": torch.ones(4, dtype=torch.long)},
         r"grid_thw has shape \(2, 3\); .* all above 0": {"grid_thw": torch.tensor([[0, 4, 6], [4, 6, 4]])},
         "media_nums_per_sample is .*3.* for 2 rows": {"media_nums_per_sample": [3]},
-        r"pixel_values: expected \(patches, values\), got \(1, 96, 48\)": {"pixel_values": torch.zeros(1, 96, 48)},
+        r"pixel_values has shape \(1, 96, 48\); expected \(patches, values\)": {"pixel_values": torch.zeros(1, 96, 48)},
         "pass either pixel_values or visual_embeds, not both": {"visual_embeds": torch.zeros(28, 64)},
-        r"visual_embeds: expected \(visual tokens, 64\), got": {
+        r"visual_embeds has shape \(28, 32\); expected \(visual tokens, 64\)": {
             "pixel_values": None,
             "visual_embeds": torch.zeros(28, 32),
         },
@@ -274,7 +274,7 @@ BAD = {
             QWEN_ERRORS
             | {
                 (ShapeError, "", lambda x, comm, f=family: x | WRONG_EMBEDDINGS[f]): {
-                    r"visual_embeds: has shape \(\d+, \d+\); expected \(tokens, \d+\)": {}
+                    r"visual_embeds has shape \(\d+, \d+\); expected \(tokens, \d+\)": {}
                 }
             },
         )

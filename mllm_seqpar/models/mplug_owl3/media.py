@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, cache_state_of
 
 from .configuration import GATES
@@ -264,8 +264,7 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
     As in the published code, the offsets of a sample determine its frame range. Samples may share frames (beams).
     """
     batch, length = positions.shape
-    if media_offset.shape != (batch, length, 2):
-        raise ShapeError(f"media_offset has shape {tuple(media_offset.shape)}; expected {(batch, length, 2)}")
+    require_shape("media_offset", media_offset.shape, samples=batch, tokens=length, bounds=2)
     first, stop = media_offset.to(device=positions.device, dtype=torch.long).unbind(-1)
     has_frames = stop > first  # published as -1000000 for rows without frames
     stop = torch.where(has_frames, stop, first)

@@ -268,8 +268,8 @@ def test_processor_takes_pictures_as_other_processors_do(published: Any) -> None
     )
     assert processor(text=["hi", "ho"], images=[])["vision_x"].abs().sum() == 0
     for images, message in (
-        ([a, b], r"the texts have \[2, 1\] <image>, and one list of 2 images was passed; pass one for each"),
-        ([[a, b], c], "images has both images and lists of images"),
+        ([a, b], r"the texts have \[2, 1\] <image>, and 2 images were passed; pass one for each"),
+        ([[a, b], c], r"and \[2, 'no list'\] images were passed"),
         ([[a], [b, c]], r"the texts have \[2, 1\] <image>, and \[1, 2\] images were passed"),
     ):
         with pytest.raises(DataError, match=message):
