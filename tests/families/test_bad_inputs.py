@@ -17,8 +17,8 @@ from family_harness import FAMILIES, family_module, inputs_of, model_of, on_rank
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from model_copies import tiny_model
 from tiny_models import idefics
 from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
