@@ -5,7 +5,7 @@ import errno
 import os
 import re
 from collections import abc
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 
 
@@ -111,6 +111,29 @@ def library_fault(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))
+
+
+def reason(error: BaseException) -> str:
+    """Return why an operation failed, without the errno and the path that an OSError or an FFmpeg error repeats."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+@contextmanager
+def translated(make: abc.Callable[[str], SeqParError]) -> abc.Iterator[None]:
+    """Raise ``make(why)`` for whatever a library raises inside the context, except for `PASSED`."""
+    try:
+        yield
+    except PASSED:
+        raise
+    except Exception as error:
+        raise make(reason(error)) from error
+
+
+def reading(what: str, remedy: str, kind: type[SeqParError] = DataError) -> AbstractContextManager[None]:
+    """Return a context in which whatever a library raises becomes an error of class `kind`: what (why); remedy."""
+    return translated(lambda why: kind(f"{what} ({why}); {remedy}"))
 
 
 @contextmanager

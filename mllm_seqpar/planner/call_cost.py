@@ -319,9 +319,7 @@ def select_strategy(
 
     Args:
         problem: the call; `problem.rank` is ignored.
-        cluster: the rates to simulate with.
         training: forward and backward; False for forward only.
-        strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
         visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
         **call: further attributes of `AttentionCall`: visible, visual, masked.

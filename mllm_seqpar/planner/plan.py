@@ -36,18 +36,13 @@ _ORDER = (*STRATEGIES, "local")
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan(Passes):
-    """The estimate of a step with one strategy.
+    """The estimate of a step with one strategy."""
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `PARTS` (a decoder-only model has no cross-attention,
-    and without `Cluster.layer_forward_s` there are no launches), `memory` the bytes of a rank by kind (`memory.KINDS`).
-    `max_frames` are the most frames that fit.
-    """
-
-    spec: ParallelSpec
-    parts: Mapping[str, Passes]
-    memory: Mapping[str, int]
+    spec: ParallelSpec  # with the fastest mesh shape that fits
+    parts: Mapping[str, Passes]  # by PARTS, of which a model without cross-attention, or a cluster, may lack some
+    memory: Mapping[str, int]  # bytes of a rank by kind (`memory.KINDS`)
     fits: bool
-    max_frames: int
+    max_frames: int  # the most that fit
 
     @property
     def memory_total(self) -> int:
@@ -73,7 +68,7 @@ class Plan:
     min_gpus: int | None
 
     def cores_per_gpu(self, row: StrategyPlan) -> float:
-        """Return how many cores a GPU needs so that decoding the videos of a step takes no longer than the step."""
+        """Return how many cores decode the videos of a step, for each GPU, while the step runs."""
         workload = self.workload
         decoded = workload.batch * workload.frames / workload.gpus * workload.decode_per_frame
         return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds

@@ -45,7 +45,6 @@ from mllm_seqpar import FrameShard, patch_model, unpatch_model
 from mllm_seqpar.attention import call_spec
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner import ParallelSpec
-from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.workload import Workload
@@ -106,7 +105,7 @@ class MemoryBenchmark:
             return published
         if self.frame_tokens:
             return published // self.scale
-        published_width = read_model(CONFIGS / "models" / f"{sizes.name}.yaml").cross.visual_dim
+        published_width = read_model(sizes.name).cross.visual_dim
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
 
     def columns(self, mode: Mode) -> dict[str, Any]:
