@@ -62,7 +62,7 @@ ONCE["video_mllama"] = (
     Preview(frames=(4,), labels=None),
     ONCE["mllama"][1],
     lambda m: m.model.vision_model.transformer.layers[0],
-    PATCHES,  # as many as a tile of Llama has
+    PATCHES,
 )
 if "open_flamingo" in BATCHES:
     _TWO = replace(BATCHES["open_flamingo"], frames=((1, 4, 7), (5,)), padding="left", labels=None)
