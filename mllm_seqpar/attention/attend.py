@@ -35,11 +35,11 @@ from torch.nn import functional as F
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
-from mllm_seqpar.kernels import KernelOption
+from mllm_seqpar.kernels import FinalRows, KernelOption
 from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
 
 from .call_spec import Placement
-from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
+from .executor import BlockMath, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import Keys, WholeKeys
 from .streamed import StreamedKeys, streamed_backward, streamed_forward

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.kernels import KernelOption
-from mllm_seqpar.kernels.base import delta_of, fold_batch, merge_
+from mllm_seqpar.kernels import FinalRows, KernelOption
+from mllm_seqpar.kernels.base import merge_
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
 from .call_spec import CallSpec, MaskLayer
@@ -29,32 +29,6 @@ ALL = slice(None)
 
 RowIndex = slice | Tensor
 """Rows of a tensor: a range, or distinct indices in ascending order."""
-
-
-class FinalRows(NamedTuple):
-    """What backward needs of some query rows: q, do, and o and lse merged over all keys.
-
-    The gradients depend on o only through delta = rowsum(do * o), (B, H, S) in float32, which is sent instead of it.
-    """
-
-    q: Tensor
-    o: Tensor | None
-    lse: Tensor
-    do: Tensor
-    delta: Tensor | None = None
-
-    def with_delta(self) -> FinalRows:
-        return self._replace(delta=delta_of(self.do, self.o, self.delta))
-
-    def part(self, rows: slice) -> FinalRows:
-        q, o, lse, do, delta = self
-        at = ALL, ALL, rows
-        return FinalRows(q[at], None if o is None else o[at], lse[at], do[at], None if delta is None else delta[at])
-
-    def folded(self) -> FinalRows:
-        """Return the rows with the batch folded into them (`kernels.base.fold_batch`)."""
-        o, delta = (x if x is None else fold_batch(x) for x in (self.o, self.delta))
-        return FinalRows(fold_batch(self.q), o, fold_batch(self.lse), fold_batch(self.do), delta)
 
 
 class PartialResult:
@@ -151,9 +125,9 @@ class BlockMath(NamedTuple):
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
         for kernel, intervals, rows, keys in layers:
-            q, o, lse, do, delta = final if rows is None else final.part(rows)
+            some = final if rows is None else final.part(rows)
             some_k, some_v = (k, v) if keys is None else (k[:, :, keys], v[:, :, keys])
-            parts = kernel.backward(do, q, some_k, some_v, o, lse, scale=self.scale, intervals=intervals, delta=delta)
+            parts = kernel.backward(some, some_k, some_v, scale=self.scale, intervals=intervals)
             for total, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
                 total.add(part, place)
 

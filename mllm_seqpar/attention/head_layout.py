@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
 from .call_spec import CallSpec
-from .executor import FinalRows
 from .kept_results import running_region
 
 

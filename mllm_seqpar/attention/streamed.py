@@ -24,12 +24,12 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.kernels import KernelOption
+from mllm_seqpar.kernels import FinalRows, KernelOption
 from mllm_seqpar.masks import BlockMasks, RowSubset
 from mllm_seqpar.masks.intervals import part_of_mask
 
 from .call_spec import CallSpec, MaskLayer, with_kernels
-from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
+from .executor import BlockMath, Bundle, GradientAccumulator, PartialResult
 from .keys import Keys
 
 

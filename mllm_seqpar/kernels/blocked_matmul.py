@@ -50,27 +50,18 @@ class BlockedMatmulKernel:
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor | None,
-        lse: Tensor,
-        *,
-        scale: float,
-        intervals: Intervals | None = None,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, rows: base.FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
+    ) -> base.Gradients:
+        q, _, lse, do, delta = rows.with_delta()
         dq, dk, dv = base.empty_backward(q, k, v)
         if base.is_empty(q, k):
             return dq, dk, dv
+        assert delta is not None
         groups, dtype = k.shape[1], _matmul_dtype(q)
-        delta = base.delta_of(do, o, delta).unsqueeze(-1).to(dq.dtype)
-        lse = base.safe_lse(lse).unsqueeze(-1).to(dq.dtype)
-        for rows in _row_chunks(q, intervals):
-            chunk = _RowChunk.of(q, k, rows, scale, intervals)
-            do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, rows], groups) for x in (do.to(dtype), lse, delta))
+        delta, lse = (x.unsqueeze(-1).to(dq.dtype) for x in (delta, base.safe_lse(lse)))
+        for some in _row_chunks(q, intervals):
+            chunk = _RowChunk.of(q, k, some, scale, intervals)
+            do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, some], groups) for x in (do.to(dtype), lse, delta))
             dq_rows = torch.zeros_like(chunk.q, dtype=dq.dtype)
             for keys in chunk.key_chunks():
                 k_chunk, v_chunk = k[:, :, keys].to(dtype), v[:, :, keys].to(dtype)
@@ -79,7 +70,7 @@ class BlockedMatmulKernel:
                 ds = _matmul(do_rows, v_chunk.mT).sub_(delta_rows).mul_(p).mul_(scale).to(dtype)
                 dq_rows += _matmul(ds, k_chunk)
                 dk[:, :, keys] += _matmul(ds.mT, chunk.q)
-            dq[:, :, rows] = dq_rows.view(dq[:, :, rows].shape)
+            dq[:, :, some] = dq_rows.view(dq[:, :, some].shape)
         return dq, dk, dv
 
 

@@ -132,18 +132,9 @@ class FusedKernel:
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor | None,
-        lse: Tensor,
-        *,
-        scale: float,
-        intervals: Intervals | None = None,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, rows: base.FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
+    ) -> base.Gradients:
+        q, o, lse, do, delta = rows
         if not (q.numel() and k.numel()):
             return base.empty_backward(q, k, v)
         if o is None:

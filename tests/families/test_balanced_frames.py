@@ -25,6 +25,7 @@ from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.errors import AgreementError, ShapeError
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.masks import BlockMasks, FrameMask
 from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.runtime.frames import Frames
@@ -76,9 +77,9 @@ class CountedKernel:
         self._entries[threading.get_ident(), "forward"] += computed_entries(q, k, options["intervals"])
         return self._kernel.forward(q, k, *args, **options)
 
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        self._entries[threading.get_ident(), "backward"] += computed_entries(q, k, options["intervals"])
-        return self._kernel.backward(do, q, k, *args, **options)
+    def backward(self, rows: FinalRows, k: Tensor, *args: Any, **options: Any) -> Any:
+        self._entries[threading.get_ident(), "backward"] += computed_entries(rows.q, k, options["intervals"])
+        return self._kernel.backward(rows, k, *args, **options)
 
 
 @pytest.fixture

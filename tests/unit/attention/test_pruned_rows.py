@@ -13,6 +13,7 @@ from attention_cases import Case, computed_entries, frame_mask, run_case, visibl
 from mllm_seqpar.attention import call_spec
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.sharding import frame_bounds, frame_spans, sequence_positions
@@ -71,9 +72,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             entries.append(computed_entries(q, k, options["intervals"]))
             return self.kernel.forward(q, k, *args, **options)
 
-        def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-            entries.append(computed_entries(q, k, options["intervals"]))
-            return self.kernel.backward(do, q, k, *args, **options)
+        def backward(self, rows: FinalRows, k: Tensor, *args: Any, **options: Any) -> Any:
+            entries.append(computed_entries(rows.q, k, options["intervals"]))
+            return self.kernel.backward(rows, k, *args, **options)
 
     def counting(*args: Any, **options: Any) -> Any:
         kernel, reason = choose(*args, **options)

@@ -18,7 +18,7 @@ from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import functional
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.kernels import registry, triton_launches
-from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
+from mllm_seqpar.kernels.base import FinalRows, merge_, output_with_row_sums, row_sums
 from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
 from mllm_seqpar.masks import FrameMask, Intervals
 from tolerances import EXACT, relative_error
@@ -66,7 +66,7 @@ def attention(inputs: Inputs, mask: Intervals | None, scale: float) -> tuple[Ten
     q, k, v, do = inputs
     options = {"scale": scale, "intervals": mask}
     o, lse = TritonIntervalsKernel().forward(q, k, v, **options)
-    return o, lse, *TritonIntervalsKernel().backward(do, q, k, v, o, lse, **options)
+    return o, lse, *TritonIntervalsKernel().backward(FinalRows(q, o, lse, do), k, v, **options)
 
 
 def check(family: str | None, *, scale: float | None = None, **sizes) -> None:
@@ -190,11 +190,12 @@ def test_backward_takes_the_merged_output_or_its_row_sums(keys):
     ]
     for some_k, some_v, options in parts:
         merge_(o, lse, *kernel.forward(q, some_k, some_v, **options))
-    grads = [kernel.backward(do, q, some_k, some_v, o, lse, **options) for some_k, some_v, options in parts]
+    rows = FinalRows(q, o, lse, do)
+    grads = [kernel.backward(rows, some_k, some_v, **options) for some_k, some_v, options in parts]
     found = o, lse, grads[0][0] + grads[1][0], *(torch.cat([grad[i] for grad in grads], 2) for i in (1, 2))
     compare(found, inputs, mask, 0.25)
     some_k, some_v, options = parts[0]
-    again = kernel.backward(do, q, some_k, some_v, None, lse, delta=row_sums(do, o), **options)
+    again = kernel.backward(rows.with_delta()._replace(o=None), some_k, some_v, **options)
     assert all(torch.equal(a, b) for a, b in zip(again, grads[0], strict=True))
 
 
