@@ -281,15 +281,6 @@ class MaskLayer(NamedTuple):
         return found
 
 
-CALL_ENTRIES = 4096
-"""On a CPU, a call for a rectangle of a mask costs as much as this many entries.
-
-A table whose layers would take many small calls is computed at once, with its invisible entries: a random one of 256
-rows and 32 frames of 64 keys takes 20 ms instead of 177. One of every third frame, the same for all rows, takes 35 ms
-by layers instead of 58.
-"""
-
-
 def with_kernels(
     mask: BlockMask, q: Tensor, k: Tensor, kernel: KernelOption, rows: slice | None = None
 ) -> tuple[MaskLayer, ...]:
@@ -303,10 +294,10 @@ def with_kernels(
     """
     if mask is None:
         return (MaskLayer(choose_kernel(kernel, q, k)[0], rows=rows),)
-    if len(mask) > 2 and choose_kernel(kernel, q, k, mask[0])[0].name == "torch_cpu":
+    if len(mask) > 2 and (entries := choose_kernel(kernel, q, k, mask[0])[0].call_entries):
         joined = Intervals.joined(mask)
         calls = sum(layer.runs_of_rows for layer in mask)
-        if joined.low.numel() * joined.keys < joined.visible + CALL_ENTRIES * calls:
+        if joined.low.numel() * joined.keys < joined.visible + entries * calls:
             mask = (joined,)
     layers, first = list[MaskLayer](), 0 if rows is None else rows.start
     for layer in mask:

@@ -5,14 +5,13 @@ and adds the results that it received. Receive buffers belong to the communicato
 a call never alias them: received shards are only read, and received results are added to this rank's. A block is
 computed one layer of its mask at a time.
 
-Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. The items of a batch that share
-their keys are rows of one item here (`attend`).
+Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.kernels import FinalRows, KernelOption
-from mllm_seqpar.kernels.base import merge_
+from mllm_seqpar.kernels.base import fold_batch, merge_, unfold_batch
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
 from .call_spec import CallSpec, MaskLayer
@@ -136,24 +135,12 @@ Bundle = dict[str, Tensor]
 """Named contiguous tensors that are sent together."""
 
 
-class _Direction(Protocol):
-    """Interface of the forward and the backward computation of a schedule, which `_run` calls at each step."""
-
-    local: dict[Axis, Bundle]
-    """This rank's Q shard and KV shard."""
-
-    def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
-        """Compute a block and add it to the results for its Q shard and its KV shard."""
-
-    def result(self, transfer: Transfer) -> Bundle:
-        """Return, and drop, this rank's result for the shard that a transfer sends to its owner."""
-
-    def receive(self, transfer: Transfer, bundle: Bundle) -> None:
-        """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
-
-
 class _Forward:
-    """Q shards are sent with q and return (o, lse); KV shards are sent with k and v and return nothing."""
+    """Q shards are sent with q and return (o, lse); KV shards are sent with k and v and return nothing.
+
+    Attributes:
+        local: this rank's Q shard and KV shard.
+    """
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
@@ -161,23 +148,26 @@ class _Forward:
         self.partials: dict[int, PartialResult] = {}
 
     def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
+        """Compute a block and add it to the results for its Q shard and its KV shard."""
         partial = self.partials.get(block.q_shard)
         if partial is None:
             partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._dtype)
         self._math.forward(rows["q"], keys["k"], keys["v"], block.layers, partial)
 
     def result(self, transfer: Transfer) -> Bundle:
+        """Return, and drop, this rank's result for the shard that a transfer sends to its owner."""
         o, lse = self.partials.pop(transfer.send_shard).value
         return {"o": o.to(transfer.dtype), "lse": lse}
 
     def receive(self, transfer: Transfer, bundle: Bundle) -> None:
+        """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
 
 
 class _Backward:
     """Q shards are sent with q, do, lse and delta and return dq; KV shards are sent with k and v and return dk and dv.
 
-    This rank's own rows keep their o, for kernels that take no delta.
+    It has the methods of `_Forward`. This rank's own rows keep their o, for kernels that take no delta.
     """
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, rows: FinalRows, k: Tensor, v: Tensor) -> None:
@@ -216,8 +206,11 @@ def distributed_forward(
     """Return (o, lse) of this rank's query rows over all ranks' keys, o in `spec.accumulate_dtype`.
 
     Args:
-        q, k, v: this rank's shards, contiguous, of one batch size.
+        q, k, v: this rank's shards, contiguous. If k and v have a batch of 1, the items of q share them.
     """
+    if (batch := q.shape[0]) > k.shape[0]:  # the items are rows of one item from here on
+        o, lse = distributed_forward(comm, spec.folded, block_math, fold_batch(q), k, v)
+        return unfold_batch(o, batch), unfold_batch(lse, batch)
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
     if spec.mesh_shape == (1, 1):  # a group of one: one block and no transfers
         result = PartialResult(q, spec.accumulate_dtype)
@@ -244,6 +237,9 @@ def distributed_backward(
         k, v: this rank's KV shard.
     """
     q = rows.q
+    if (batch := q.shape[0]) > k.shape[0]:
+        dq, dk, dv = distributed_backward(comm, spec.folded, block_math, rows.folded(), k, v)
+        return unfold_batch(dq, batch), dk, dv
     steps = spec.steps(comm, q, k, block_math.kernel, backward=True)
     if spec.mesh_shape == (1, 1):
         sums = tuple([GradientAccumulator(x, spec.accumulate_dtype) for x in (q, k, v)])
@@ -258,7 +254,7 @@ def distributed_backward(
     return dq, dk, dv
 
 
-def _run(steps: Schedule, comm: Communicator, direction: _Direction, overlap: bool) -> None:
+def _run(steps: Schedule, comm: Communicator, direction: _Forward | _Backward, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = direction.local, comm.rank
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
@@ -284,7 +280,7 @@ def _run(steps: Schedule, comm: Communicator, direction: _Direction, overlap: bo
 def _post(
     step: Step,
     comm: Communicator,
-    direction: _Direction,
+    direction: _Forward | _Backward,
     held: dict[tuple[Axis, int], Bundle],
     lease: BufferLease,
 ) -> tuple[Pending, Sequence[tuple[Transfer, Bundle]]]:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.kernels.base import fold_batch, fold_heads, unfold_batch, unfold_heads
+from mllm_seqpar.comm import Communicator
+from mllm_seqpar.kernels.base import FinalRows, fold_batch, fold_heads, unfold_batch, unfold_heads
 
 from .call_spec import CallSpec
+from .executor import BlockMath, distributed_backward, distributed_forward
 from .head_layout import HeadLayout
 
 NOTHING = torch.empty(0)
@@ -32,8 +34,7 @@ class Keys(ABC):
 
     Attributes:
         spec: the placement, the mask and the schedule.
-        stored: K if it exists, given or in a cache: tensors (B or 1, G, T, D), one for each cache. Other keys have no
-            such attribute.
+        stored: K if it exists, given or in a cache: tensors (B or 1, G, T, D), one for each cache.
         torch_attend: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
         row_layout: how rows are head-sharded for these keys alone, which share a softmax with others (`ulysses`). None:
@@ -42,7 +43,7 @@ class Keys(ABC):
     """
 
     spec: CallSpec
-    stored: Sequence[Tensor]
+    stored: Sequence[Tensor] = ()
     torch_attend: Callable[[Tensor, float], Tensor] | None = None
     row_layout: HeadLayout | None = None
     modules: Sequence[nn.Module]
@@ -58,6 +59,29 @@ class Keys(ABC):
         """
         return self, inputs
 
+    @abstractmethod
+    def forward(
+        self, comm: Communicator, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of this rank's contiguous rows q (B, H, s, D), o in the spec's `accumulate_dtype`."""
+
+    @abstractmethod
+    def backward(
+        self,
+        comm: Communicator,
+        block_math: BlockMath,
+        rows: FinalRows,
+        saved: Sequence[Tensor],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return dq of this rank's rows in the spec's `accumulate_dtype`, and the gradients of the inputs.
+
+        Args:
+            rows: contiguous, with their final o and lse.
+            saved: the tensors that `for_backward` returned.
+            needed: whether the gradient of each input is needed; it is None where not.
+        """
+
 
 class WholeKeys(Keys):
     """Keys that are one chunk."""
@@ -70,12 +94,27 @@ class WholeKeys(Keys):
     def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
-        This is `torch.func.vjp` of `keys_values`, without a graph where none is needed.
-
-        Args:
-            saved: the tensors that `for_backward` returned.
-            needed: whether the gradient of each input is needed.
+        This is `torch.func.vjp` of `keys_values`, without a graph where none is needed. The arguments are those of
+        `backward`.
         """
+
+    def forward(
+        self, comm: Communicator, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return distributed_forward(comm, self.spec, block_math, q, *self.keys_values(inputs))
+
+    def backward(
+        self,
+        comm: Communicator,
+        block_math: BlockMath,
+        rows: FinalRows,
+        saved: Sequence[Tensor],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        k, v, input_grads = self.vjp(saved, needed)
+        dq, dk, dv = distributed_backward(comm, self.spec, block_math, rows, k, v)
+        del k, v  # their memory is free for the gradients of the inputs
+        return dq, input_grads(dk, dv)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
 from mllm_seqpar.kernels import FinalRows, KernelOption
+from mllm_seqpar.kernels.base import fold_batch, unfold_batch
 from mllm_seqpar.masks import BlockMasks, RowSubset
 from mllm_seqpar.masks.intervals import part_of_mask
 
@@ -74,15 +75,34 @@ class StreamedKeys(Keys):
     ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
         """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
 
-        The arguments are those of `WholeKeys.vjp`. Never called for keys whose `inputs` are empty.
+        The arguments are those of `backward`. Never called for keys whose `inputs` are empty.
         """
         raise NotImplementedError
+
+    def forward(
+        self, comm: Communicator, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return streamed_forward(comm, self.spec, block_math, q, self.chunks(inputs))
+
+    def backward(
+        self,
+        comm: Communicator,
+        block_math: BlockMath,
+        rows: FinalRows,
+        saved: Sequence[Tensor],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        chunks, input_grads = self.chunk_vjps(saved, needed)
+        return streamed_backward(comm, self.spec, block_math, rows, chunks), input_grads()
 
 
 def streamed_forward(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, chunks: Iterable[KeyChunk]
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of this rank's rows q (1, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
+    """Return (o, lse) of this rank's rows q over all ranks' keys, as `executor.distributed_forward`."""
+    if (batch := q.shape[0]) > 1:
+        o, lse = streamed_forward(comm, spec.folded, block_math, fold_batch(q), chunks)
+        return unfold_batch(o, batch), unfold_batch(lse, batch)
     comm = comm if len(spec.key_lengths) > 1 else comm.alone
     plan = _plan(spec, comm)
     every_q = _gather_rows(comm, plan, {"q": q})["q"]
@@ -104,6 +124,8 @@ def streamed_backward(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, rows: FinalRows, chunks: Iterable[KeyChunk]
 ) -> Tensor:
     """Return dq of this rank's rows, as `executor.distributed_backward`; each chunk takes its dk and dv."""
+    if (batch := rows.q.shape[0]) > 1:
+        return unfold_batch(streamed_backward(comm, spec.folded, block_math, rows.folded(), chunks), batch)
     comm = comm if len(spec.key_lengths) > 1 else comm.alone
     plan = _plan(spec, comm)
     if comm.size > 1:

@@ -72,6 +72,13 @@ class BlockKernel(Protocol):
     """
 
     name: str
+    call_entries: int
+    """For a kernel whose calls are dear: a call for a rectangle of a mask costs as much as this many entries; else 0.
+
+    A table whose layers would take many small calls is computed at once, with its invisible entries: on a CPU, a random
+    one of 256 rows and 32 frames of 64 keys takes 20 ms instead of 177. One of every third frame, the same for all
+    rows, takes 35 ms by layers instead of 58.
+    """
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         """Return None if the kernel can compute this block, else the reason as a phrase ("needs CUDA tensors")."""

@@ -11,12 +11,11 @@ head are rows of a single matrix, so keys are never expanded. Forward is the onl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.masks.intervals import Intervals, Span
+from mllm_seqpar.masks.intervals import Intervals
 
 from . import base
 
@@ -32,6 +31,7 @@ class BlockedMatmulKernel:
     """Block attention with chunks of matrix products; all results are float32 (float64 for float64 inputs)."""
 
     name = "blocked_matmul"
+    call_entries = 0
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         return None
@@ -43,7 +43,7 @@ class BlockedMatmulKernel:
         if base.is_empty(q, k):
             return o, lse
         for rows in _row_chunks(q, intervals):
-            chunk = _RowChunk.of(q, k, rows, scale, intervals)
+            chunk = _RowChunk(q, k, rows, scale, intervals)
             o_rows, lse_rows = _attend_rows(chunk, k, v)
             o[:, :, rows] = o_rows.view(o[:, :, rows].shape)
             lse[:, :, rows] = lse_rows.view(lse[:, :, rows].shape)
@@ -60,7 +60,7 @@ class BlockedMatmulKernel:
         groups, dtype = k.shape[1], _matmul_dtype(q)
         delta, lse = (x.unsqueeze(-1).to(dq.dtype) for x in (delta, base.safe_lse(lse)))
         for some in _row_chunks(q, intervals):
-            chunk = _RowChunk.of(q, k, some, scale, intervals)
+            chunk = _RowChunk(q, k, some, scale, intervals)
             do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, some], groups) for x in (do.to(dtype), lse, delta))
             dq_rows = torch.zeros_like(chunk.q, dtype=dq.dtype)
             for keys in chunk.key_chunks():
@@ -74,31 +74,21 @@ class BlockedMatmulKernel:
         return dq, dk, dv
 
 
-@dataclass(frozen=True, kw_only=True)
 class _RowChunk:
     """A chunk of query rows.
 
     Attributes:
         q: (B, G, R * rows, D), the heads of a group one after another.
-        rows, scale, intervals: the rows, and the arguments of the kernel.
         some, all: the keys (start, stop) that some of the rows attend to, and those that all of them attend to.
     """
 
-    q: Tensor
-    rows: slice
-    scale: float
-    intervals: Intervals | None
-    some: Span
-    all: Span
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, rows: slice, scale: float, intervals: Intervals | None) -> _RowChunk:
-        folded = base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q))
-        some = every = (0, k.shape[2])
+    def __init__(self, q: Tensor, k: Tensor, rows: slice, scale: float, intervals: Intervals | None) -> None:
+        self.q = base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q))
+        self.rows, self.scale, self.intervals = rows, scale, intervals
+        self.some = self.all = (0, k.shape[2])
         if intervals is not None:
             low, high = intervals.low[:, rows], intervals.high[:, rows]
-            some, every = intervals.part(rows).span, (int(low.max()), int(high.min()))
-        return cls(q=folded, rows=rows, scale=scale, intervals=intervals, some=some, all=every)
+            self.some, self.all = intervals.part(rows).span, (int(low.max()), int(high.min()))
 
     def key_chunks(self) -> Iterator[slice]:
         """Return ranges of the keys that some of the rows attend to."""

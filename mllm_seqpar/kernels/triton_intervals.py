@@ -20,6 +20,7 @@ class TritonIntervalsKernel:
     """Attention over intervals of keys for NVIDIA GPUs from compute capability 8.0. See `BlockKernel`."""
 
     name = "triton_intervals"
+    call_entries = 0
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         problem = unsupported_device(q.device)

@@ -82,7 +82,7 @@ def test_flash_attn_with_an_unknown_required_argument_is_rejected(monkeypatch):
     def future(q, k, v, dropout_p, softmax_scale, causal, sinks):
         raise AssertionError("must not be called")
 
-    monkeypatch.setattr(flash_attn, "_flash2", lambda: SimpleNamespace(_flash_attn_forward=future))
+    monkeypatch.setattr(flash_attn, "_functions", lambda version: SimpleNamespace(_flash_attn_forward=future))
     b = block(dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="needs sinks"):
         flash_attn.FlashAttnKernel().forward(b.q, b.k, b.v, **b.options)
