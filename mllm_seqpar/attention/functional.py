@@ -370,6 +370,11 @@ def _common_facts(q: Tensor, k: Tensor, scale: float, mask: FrameMask | None) ->
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ALLOWED = {
+    "scale": "a finite number, or None for head dim ** -0.5",
+    "accumulate_dtype": '"auto", torch.float32, or None for q\'s dtype',
+    "layout": f"one of {', '.join(LAYOUTS)}",
+}
 
 
 def check_arguments(
@@ -400,17 +405,14 @@ def check_arguments(
         raise ShapeError(f"{problem}; got {', '.join(given)}")
     # A tensor as scale would lose its gradient.
     finite = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
-    for name, value, valid, allowed in (
-        ("scale", scale, scale is None or finite, "a finite number, or None for head dim ** -0.5"),
-        (
-            *("accumulate_dtype", accumulate_dtype, accumulate_dtype in (*_DTYPES, "auto", None)),
-            '"auto", torch.float32, or None for q\'s dtype',
-        ),
-        ("layout", layout, layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
-        *((name, value, isinstance(value, bool), "True or False") for name, value in flags.items()),
+    for name, value, valid in (
+        ("scale", scale, scale is None or finite),
+        ("accumulate_dtype", accumulate_dtype, accumulate_dtype in (*_DTYPES, "auto", None)),
+        ("layout", layout, layout in LAYOUTS),
+        *[(name, value, value is True or value is False) for name, value in flags.items()],
     ):
         if not valid:
-            raise ConfigError(f"{name}: {value!r:.80} is invalid; pass {allowed}")
+            raise ConfigError(f"{name}: {value!r:.80} is invalid; pass {_ALLOWED.get(name, 'True or False')}")
     if mask is not None and not isinstance(mask, FrameMask):
         raise MaskError(
             f"mask: expected a FrameMask or None, got {type(mask).__name__}; build one with FrameMask.from_dense (a "

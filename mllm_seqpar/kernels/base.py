@@ -55,7 +55,9 @@ class FinalRows(NamedTuple):
         return self._replace(delta=row_sums(self.do, self.o))
 
     def part(self, rows: slice) -> FinalRows:
-        return FinalRows(*[None if x is None else x[:, :, rows] for x in self])  # type: ignore[arg-type]
+        q, o, lse, do, delta = self
+        at = slice(None), slice(None), rows
+        return FinalRows(q[at], None if o is None else o[at], lse[at], do[at], None if delta is None else delta[at])
 
     def folded(self) -> FinalRows:
         """Return the rows with the batch folded into them (`fold_batch`)."""
