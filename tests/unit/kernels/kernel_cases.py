@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,17 +38,18 @@ class Block:
     v: Tensor
     do: Tensor
     intervals: Intervals | None = None
+    scale: float | None = None
 
     @property
     def options(self) -> dict:
         """The keyword arguments of forward and backward."""
-        return {"scale": self.q.shape[-1] ** -0.5, "intervals": self.intervals}
+        return {"scale": self.q.shape[-1] ** -0.5 if self.scale is None else self.scale, "intervals": self.intervals}
 
     def part(self, start: int, stop: int) -> Block:
         """Return the block of some of the keys."""
         part = None if self.intervals is None else self.intervals.part(keys=(start, stop))
-        keys = slice(start, stop)
-        return Block(self.q, self.k[:, :, keys], self.v[:, :, keys], self.do, None if part and part.is_full else part)
+        k, v = (x[:, :, start:stop] for x in (self.k, self.v))
+        return replace(self, k=k, v=v, intervals=None if part and part.is_full else part)
 
 
 def block(
