@@ -39,9 +39,10 @@ from mllm_seqpar.kernels import FinalRows, KernelOption
 from mllm_seqpar.kernels.base import merge, merge_
 
 from .call_spec import Placement
-from .executor import BlockMath
+from .executor import BlockMath, distributed_backward, distributed_forward
 from .kept_results import running_region
-from .keys import Keys
+from .keys import Keys, WholeKeys
+from .streamed import StreamedKeys, streamed_backward, streamed_forward
 from .ulysses import head_sharded
 
 
@@ -114,11 +115,15 @@ def _forward(
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
     total = None
     for keys, own_inputs in key_sets:
-        layout, spec = keys.row_layout, keys.spec
-        if layout is None:
-            o, lse = keys.forward(comm, block_math, q, own_inputs)
+        rows, spec, layout, group = q, keys.spec, keys.row_layout, comm
+        if layout is not None:
+            rows, group = layout.shard_rows(q), layout.across
+        if isinstance(keys, WholeKeys):
+            o, lse = distributed_forward(group, spec, block_math, rows, *keys.keys_values(own_inputs))
         else:
-            o, lse = keys.forward(layout.across, block_math, layout.shard_rows(q), own_inputs)
+            assert isinstance(keys, StreamedKeys)
+            o, lse = streamed_forward(group, spec, block_math, rows, keys.chunks(own_inputs))
+        if layout is not None:
             o, lse = layout.gather_rows(o.to(spec.direct_result_dtype(q.dtype)), lse)
             o = o.to(spec.accumulate_dtype)
         if total is None:
@@ -130,14 +135,34 @@ def _forward(
 
 
 def _backward(
-    comm: Communicator, block_math: BlockMath, keys: Keys, rows: FinalRows, *saved_and_needed: Sequence[Any]
+    comm: Communicator,
+    block_math: BlockMath,
+    keys: Keys,
+    rows: FinalRows,
+    saved: Sequence[Tensor],
+    needed: Sequence[bool],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return dq, and the gradients of the inputs that need one; the arguments are those of `Keys.backward`."""
-    layout, spec = keys.row_layout, keys.spec
-    if layout is None:
-        return keys.backward(comm, block_math, rows, *saved_and_needed)
-    dq, grads = keys.backward(layout.across, block_math, layout.shard_final(rows), *saved_and_needed)
-    return layout.gather_dq(dq.to(spec.direct_result_dtype(rows.q.dtype))).to(spec.accumulate_dtype), grads
+    """Return dq, and the gradients of the inputs that need one.
+
+    Args:
+        rows: contiguous, with their final o and lse.
+        saved, needed: see `WholeKeys.vjp`.
+    """
+    spec, layout, dtype = keys.spec, keys.row_layout, rows.q.dtype
+    if layout is not None:
+        rows, comm = layout.shard_final(rows), layout.across
+    if isinstance(keys, WholeKeys):
+        k, v, input_grads = keys.vjp(saved, needed)
+        dq, dk, dv = distributed_backward(comm, spec, block_math, rows, k, v)
+        del k, v  # their memory is free for the gradients of the inputs
+        grads = input_grads(dk, dv)
+    else:
+        assert isinstance(keys, StreamedKeys)
+        chunks, sums = keys.chunk_vjps(saved, needed)
+        dq, grads = streamed_backward(comm, spec, block_math, rows, chunks), sums()
+    if layout is not None:
+        dq = layout.gather_dq(dq.to(spec.direct_result_dtype(dtype))).to(spec.accumulate_dtype)
+    return dq, grads
 
 
 def attend(

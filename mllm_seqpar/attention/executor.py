@@ -208,17 +208,20 @@ def distributed_forward(
     Args:
         q, k, v: this rank's shards, contiguous. If k and v have a batch of 1, the items of q share them.
     """
-    if (batch := q.shape[0]) > k.shape[0]:  # the items are rows of one item from here on
-        o, lse = distributed_forward(comm, spec.folded, block_math, fold_batch(q), k, v)
-        return unfold_batch(o, batch), unfold_batch(lse, batch)
+    batch = q.shape[0]
+    shared = batch > k.shape[0]
+    if shared:  # the items are rows of one item from here on
+        q, spec = fold_batch(q), spec.folded
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
     if spec.mesh_shape == (1, 1):  # a group of one: one block and no transfers
         result = PartialResult(q, spec.accumulate_dtype)
         block_math.forward(q, k, v, steps[0].blocks[0].layers, result)
-        return result.value
-    forward = _Forward(spec, block_math, q, k, v)
-    _run(steps, comm, forward, spec.overlap)
-    return forward.partials[comm.rank].value
+    else:
+        forward = _Forward(spec, block_math, q, k, v)
+        _run(steps, comm, forward, spec.overlap)
+        result = forward.partials[comm.rank]
+    o, lse = result.value
+    return (unfold_batch(o, batch), unfold_batch(lse, batch)) if shared else (o, lse)
 
 
 def distributed_backward(
@@ -236,10 +239,11 @@ def distributed_backward(
             are sent and delta is not given, it is computed here, and sent instead of o.
         k, v: this rank's KV shard.
     """
+    batch = rows.q.shape[0]
+    shared = batch > k.shape[0]
+    if shared:
+        rows, spec = rows.folded(), spec.folded
     q = rows.q
-    if (batch := q.shape[0]) > k.shape[0]:
-        dq, dk, dv = distributed_backward(comm, spec.folded, block_math, rows.folded(), k, v)
-        return unfold_batch(dq, batch), dk, dv
     steps = spec.steps(comm, q, k, block_math.kernel, backward=True)
     if spec.mesh_shape == (1, 1):
         sums = tuple([GradientAccumulator(x, spec.accumulate_dtype) for x in (q, k, v)])
@@ -251,7 +255,7 @@ def distributed_backward(
         _run(steps, comm, backward, spec.overlap)
         sums = backward.sums("q", comm.rank, q) + backward.sums("kv", comm.rank, k, v)
     dq, dk, dv = [each.value for each in sums]
-    return dq, dk, dv
+    return unfold_batch(dq, batch) if shared else dq, dk, dv
 
 
 def _run(steps: Schedule, comm: Communicator, direction: _Forward | _Backward, overlap: bool) -> None:

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mllm_seqpar.comm import Communicator
-from mllm_seqpar.kernels.base import FinalRows, fold_batch, fold_heads, unfold_batch, unfold_heads
+from mllm_seqpar.kernels.base import fold_batch, fold_heads, unfold_batch, unfold_heads
 
 from .call_spec import CallSpec
-from .executor import BlockMath, distributed_backward, distributed_forward
 from .head_layout import HeadLayout
 
 NOTHING = torch.empty(0)
@@ -59,29 +57,6 @@ class Keys(ABC):
         """
         return self, inputs
 
-    @abstractmethod
-    def forward(
-        self, comm: Communicator, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return (o, lse) of this rank's contiguous rows q (B, H, s, D), o in the spec's `accumulate_dtype`."""
-
-    @abstractmethod
-    def backward(
-        self,
-        comm: Communicator,
-        block_math: BlockMath,
-        rows: FinalRows,
-        saved: Sequence[Tensor],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return dq of this rank's rows in the spec's `accumulate_dtype`, and the gradients of the inputs.
-
-        Args:
-            rows: contiguous, with their final o and lse.
-            saved: the tensors that `for_backward` returned.
-            needed: whether the gradient of each input is needed; it is None where not.
-        """
-
 
 class WholeKeys(Keys):
     """Keys that are one chunk."""
@@ -94,27 +69,12 @@ class WholeKeys(Keys):
     def vjp(self, saved: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, Tensor, InputGrads]:
         """Return `keys_values` again, in backward, and the function of their gradients, to be called at most once.
 
-        This is `torch.func.vjp` of `keys_values`, without a graph where none is needed. The arguments are those of
-        `backward`.
+        This is `torch.func.vjp` of `keys_values`, without a graph where none is needed.
+
+        Args:
+            saved: the tensors that `for_backward` returned.
+            needed: whether the gradient of each input is needed.
         """
-
-    def forward(
-        self, comm: Communicator, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return distributed_forward(comm, self.spec, block_math, q, *self.keys_values(inputs))
-
-    def backward(
-        self,
-        comm: Communicator,
-        block_math: BlockMath,
-        rows: FinalRows,
-        saved: Sequence[Tensor],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        k, v, input_grads = self.vjp(saved, needed)
-        dq, dk, dv = distributed_backward(comm, self.spec, block_math, rows, k, v)
-        del k, v  # their memory is free for the gradients of the inputs
-        return dq, input_grads(dk, dv)
 
 
 @dataclass(frozen=True)

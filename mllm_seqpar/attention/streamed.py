@@ -75,25 +75,9 @@ class StreamedKeys(Keys):
     ) -> tuple[Iterator[KeyChunk], Callable[[], Sequence[Tensor | None]]]:
         """Return `chunks` again, in backward, and a function that returns the gradients of the inputs after the last.
 
-        The arguments are those of `backward`. Never called for keys whose `inputs` are empty.
+        The arguments are those of `WholeKeys.vjp`. Never called for keys whose `inputs` are empty.
         """
         raise NotImplementedError
-
-    def forward(
-        self, comm: Communicator, block_math: BlockMath, q: Tensor, inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return streamed_forward(comm, self.spec, block_math, q, self.chunks(inputs))
-
-    def backward(
-        self,
-        comm: Communicator,
-        block_math: BlockMath,
-        rows: FinalRows,
-        saved: Sequence[Tensor],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        chunks, input_grads = self.chunk_vjps(saved, needed)
-        return streamed_backward(comm, self.spec, block_math, rows, chunks), input_grads()
 
 
 def streamed_forward(

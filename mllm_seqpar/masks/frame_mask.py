@@ -49,8 +49,8 @@ class FrameMask:
         Raises:
             MaskError: wrong shapes or dtypes, or a row that attends to frames that do not exist.
         """
-        integers = [isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point() for x in (first, stop)]
-        if not all(integers) or first.shape != stop.shape:
+        tensors = isinstance(first, Tensor) and isinstance(stop, Tensor) and first.shape == stop.shape
+        if not tensors or first.dim() != 2 or first.is_floating_point() or stop.is_floating_point():
             given = [
                 f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in (first, stop)
             ]

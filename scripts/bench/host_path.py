@@ -28,7 +28,7 @@ import torch.distributed as dist
 from harness import Row
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mllm_seqpar.attention import executor, keys, lv_xattn, ring_attention
+from mllm_seqpar.attention import attend, executor, lv_xattn, ring_attention
 from mllm_seqpar.kernels import FinalRows, choose_kernel
 
 HEADS, GROUPS, ROWS, KEYS, DIM = 4, 2, 8, 16, 16
@@ -63,7 +63,7 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
     g = torch.Generator().manual_seed(0)
     q = torch.randn(1, HEADS, ROWS, DIM, generator=g, requires_grad=True)
     k, v = (torch.randn(1, GROUPS, KEYS, DIM, generator=g, requires_grad=True) for _ in range(2))
-    with mock.patch.object(keys, "distributed_forward", wraps=executor.distributed_forward) as spied:
+    with mock.patch.object(attend, "distributed_forward", wraps=executor.distributed_forward) as spied:
         o = METHODS[name](q, k, v, group=dist.group.WORLD)
     comm, spec, block_math, *local = spied.call_args.args
     with torch.no_grad():

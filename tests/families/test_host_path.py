@@ -19,7 +19,7 @@ from family_cases import BATCHES, CROSS_ATTENTION, FUSED, PADDED, QWENS
 from family_harness import build, check_exact, check_tokens, on_ranks, settings, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
-from mllm_seqpar.attention import attend, call_spec, keys
+from mllm_seqpar.attention import attend, call_spec
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.models.mplug_owl3.hyper_attention import HyperAttention
 from mllm_seqpar.runtime import forward_state
@@ -62,7 +62,7 @@ def test_text_of_one_process_needs_no_block_kernels(family: str, monkeypatch: py
     for cases in (BATCHES, PADDED):
         model, inputs = build(family, over_llama(family, cases[family]))
         patch_model(model)
-        calls = counted(monkeypatch, keys, "distributed_forward")
+        calls = counted(monkeypatch, attend, "distributed_forward")
         with torch.no_grad():
             model(**inputs)
         assert len(calls) <= cross_layers(family, model)
@@ -76,7 +76,7 @@ def test_large_text_masks_are_divided_into_rectangles_on_one_process(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward_state, "MAX_TEXT_MASK", 0)
-    calls = counted(monkeypatch, keys, "distributed_forward")
+    calls = counted(monkeypatch, attend, "distributed_forward")
     case = over_llama(family, PADDED[family])
     check_exact(family, 1, case)
     model, _ = build(family, case)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from family_cases import BATCHES, FUSED
 from family_harness import family_module, inputs_of, model_of, slow_unless
 from mllm_seqpar import patch_model, unpatch_model
-from mllm_seqpar.attention import keys
+from mllm_seqpar.attention import attend
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.runtime.visual_features import RecomputedKeys
 from outcomes import Outcome, run_case
@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    monkeypatch.setattr(keys, "distributed_forward", counted("attention", keys.distributed_forward))
+    monkeypatch.setattr(attend, "distributed_forward", counted("attention", attend.distributed_forward))
     monkeypatch.setattr(RecomputedKeys, "keys_values", counted("K and V", RecomputedKeys.keys_values))
     return ran
 

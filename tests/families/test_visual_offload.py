@@ -25,7 +25,7 @@ from family_harness import (
     slow_unless,
 )
 from generation_cases import LATENTS
-from mllm_seqpar.attention import streamed
+from mllm_seqpar.attention import attend
 from mllm_seqpar.comm import as_communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
@@ -131,7 +131,7 @@ def test_features_are_freed_with_the_graph() -> None:
 
 def test_changed_parameters_are_refused_on_every_rank_before_rows_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a rank without frames, so that no rank waits for one that has raised."""
-    monkeypatch.setattr(streamed, "streamed_backward", lambda *args: pytest.fail("rows are sent"))
+    monkeypatch.setattr(attend, "streamed_backward", lambda *args: pytest.fail("rows are sent"))
 
     def run(comm: Any) -> None:
         model, inputs = patched("mplug_owl3", offloaded(Owl(frames=(1,), length=3)), comm)

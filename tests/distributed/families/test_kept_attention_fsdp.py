@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from family_cases import BATCHES
 from family_harness import inputs_of, model_of
 from mllm_seqpar import patch_model
-from mllm_seqpar.attention import keys
+from mllm_seqpar.attention import attend
 from ranks import ranks
 
 LAYERS = ["MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer"]
@@ -41,18 +41,18 @@ def step(recompute: bool) -> tuple[float, dict[str, torch.Tensor], int]:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     patch_model(model, recompute_attention=recompute)
-    forward = keys.distributed_forward
+    forward = attend.distributed_forward
 
     def counted(*args: Any) -> Any:
         calls.append(1)
         return forward(*args)
 
-    keys.distributed_forward = counted
+    attend.distributed_forward = counted
     try:
         loss = model(**inputs).loss
         loss.backward()
     finally:
-        keys.distributed_forward = forward
+        attend.distributed_forward = forward
     grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return loss.item(), {name: x.to_local() if isinstance(x, DTensor) else x for name, x in grads.items()}, len(calls)
 

@@ -25,7 +25,6 @@ from mllm_seqpar.attention import (
     attend,
     head_layout,
     kept_results,
-    keys,
     lv_xattn,
     mesh_attention,
     ring_attention,
@@ -48,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(forward.__name__)
         return forward(*args)
 
-    monkeypatch.setattr(keys, "distributed_forward", functools.partial(counted, keys.distributed_forward))
+    monkeypatch.setattr(attend, "distributed_forward", functools.partial(counted, attend.distributed_forward))
     return ran
 
 
