@@ -295,24 +295,15 @@ def balanced_spans(
     found, first, last = [], 0, len(offsets) - 1
     for ranks in range(size, 0, -1):
         own, room = held[size - ranks], max(0, low - held[size - ranks])
-        level = _level(offsets[last] - offsets[first], held[size - ranks :])
+        # What a rank has, rounded up, if the units that are left are added where the fewest are held.
+        fewest = itertools.accumulate(sorted(held[size - ranks :]), initial=offsets[last] - offsets[first])
+        level = min([-(-total // count) for count, total in enumerate(fewest) if count])
         after = taken(first, last, min(room, max(0, level - own)), room)
         if not fits(*after, ranks - 1, low):
             after = taken(first, last, room, room)
         found.append(join_spans(((first, after[0]), (after[1], last))))
         first, last = after
     return tuple(found)
-
-
-def _level(units: int, held: Sequence[int]) -> int:
-    """Return how many units a rank has if `units` are added where the fewest are held, rounded up."""
-    total, level = units, 0
-    for count, own in enumerate(sorted(held), 1):
-        total += own
-        if count == len(held) or -(-total // count) <= sorted(held)[count]:
-            level = -(-total // count)
-            break
-    return level
 
 
 def _nearest(offsets: Sequence[int], first: int, last: int, goal: int, most: int, least: int = 0) -> int:
@@ -425,6 +416,7 @@ def _spans_of_rank(
     if sizes is None:
         return FrameSizes(total, held=held).spans(comm.size, layout)[comm.rank]
     counts = torch.as_tensor(sizes)
+    counts = counts if counts.numel() else counts.long()  # torch reads an empty list as float32
     if counts.shape != (total,) or counts.is_floating_point() or counts.dtype is torch.bool:
         raise ShapeError(f"{where}: sizes is {tuple(counts.shape)} {counts.dtype}; expected ({total},) integers")
     if total and int(counts.min()) < 1:

@@ -41,6 +41,7 @@ from mllm_seqpar.adapting import (
     copy_to_device,
     decoder_arguments,
     frame_bounds,
+    require_shape,
     sampled_bits,
 )
 
@@ -399,12 +400,9 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
     def check_inputs(self, inputs: QwenVLInputs) -> None:
         if inputs.frames is not None and inputs.frames_are_features:
-            width, shape = (1 + self.deepstack) * self.text_config.hidden_size, tuple(inputs.frames.shape)
-            if len(shape) != 2 or shape[1] != width:
-                beside = ", those of deepstack beside the last ones" if self.deepstack else ""
-                raise ShapeError(
-                    f"{FEATURES}: has shape {shape}; expected (tokens, {width}), embeddings of the vision tower{beside}"
-                )
+            note = ", embeddings of the vision tower" + ", with those of deepstack beside them" * bool(self.deepstack)
+            width = (1 + self.deepstack) * self.text_config.hidden_size
+            require_shape(FEATURES, inputs.frames.shape, note, tokens=None, width=width)
         inputs.check()
 
     def rotary_positions(self, given: Mapping[str, Any], inputs: QwenVLInputs) -> Tensor | None:

@@ -5,7 +5,7 @@ flat list in the order of the placeholders in the text. A rank decodes its range
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.errors import DataError, LengthError, VideoError
-from mllm_seqpar.sharding import join_spans
+from mllm_seqpar.sharding import FrameShard, join_spans
 
 from .chat import Chat
 from .chat_family import ChatFamily, ChatText, chat_family
@@ -55,19 +55,26 @@ class ChatSample:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatBatch:
-    """A micro-batch: padded text, and the sources of its frames.
+    """A micro-batch: padded text, and the sources of its frames. `training.batches` adds what one rank has of it.
 
     Attributes:
         text: tokens and labels (B, L); labels are -100 except at the answers and their ends.
         sources: the sources of all samples, in the order of the flat list of frames.
         places: the places of the samples, for messages; FILE:LINE of JSONL.
         owners: for each source, the number of its sample in the batch.
+        samples: numbers of the samples in their data set, replacements included.
+        shard: the images of `text.slots` that this rank has.
+        arguments: once these are decoded, the arguments of the model's forward, on the CPU; with stored outputs of the
+            vision tower, also a `TowerRows`.
     """
 
     text: ChatText
     sources: tuple[FrameSource, ...]
     places: tuple[str, ...]
     owners: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+    shard: FrameShard | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def frames(self) -> int:
@@ -108,8 +115,9 @@ def collate(
         LengthError: a sample has more tokens than `context`, the context of the model.
         MediaError: the size of a video is needed and cannot be read.
     """
+    chat_format = chat_family(processor)
     try:
-        text = chat_family(processor).text(
+        text = chat_format.text(
             [sample.messages for sample in samples],
             [sample.sources for sample in samples],
             labels=True,
@@ -126,8 +134,7 @@ def collate(
             except MediaError as found:
                 raise MediaError(str(found), number) from error
         raise
-    chat_format, lengths = chat_family(processor), text.attention_mask.sum(1).tolist()
-    for sample, length in zip(samples, lengths, strict=True):
+    for sample, length in zip(samples, text.attention_mask.sum(1).tolist(), strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
                 f"{sample.place}: {length} tokens ({sample.frames} of them are placeholders of frames), more than "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,11 +41,7 @@ class CalibrateOptions(CommandOptions):
 
 
 def measure(argv: Sequence[str]) -> None:
-    """Measure, and write the cluster file that the options in `argv` name. Every rank calls this.
-
-    Raises:
-        SeqParError: on invalid options, a file that cannot be written, or if the ranks disagree.
-    """
+    """Measure, and write the cluster file that the options in `argv` name. Every rank calls this."""
 
     def read() -> CalibrateOptions:
         return parse_options(
@@ -63,7 +60,9 @@ def measure(argv: Sequence[str]) -> None:
         shape = AttentionShape(heads=args.heads, kv_heads=args.kv_heads, dim=args.dim, dtype=dtype)
         rates = kernel_rates(comm, device=device, shape=shape)
         cluster = calibrate(comm, device=device, shape=replace(shape, kernel=rates), name=args.name)
-        cluster = replace(cluster, decode_rate=_decode_rate(), kernels=rates)
+        cluster = replace(cluster, kernels=rates)
+        with suppress(ImportError):  # without PyAV
+            cluster = replace(cluster, decode_rate=round(decode_rate(), 1))
         if comm.rank == 0:
             if comm.size == 1:
                 cluster = replace(cluster, source=cluster.source + "; only one rank: links are not measured")
@@ -75,11 +74,3 @@ def measure(argv: Sequence[str]) -> None:
                 flops = f"{14 / rate.seconds:.3g} FLOP/s in forward and backward"
                 sys.stderr.write(f"kernel {rate.kernel}: {flops}, head dim {rate.dim}{mask}\n")
             write_text(output, cluster_text(cluster))
-
-
-def _decode_rate() -> float | None:
-    """Return the frames per second that one core of this rank decodes; None without PyAV."""
-    try:
-        return round(decode_rate(), 1)
-    except ImportError:
-        return None

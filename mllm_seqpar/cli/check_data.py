@@ -13,6 +13,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from torch import Tensor
 
@@ -147,33 +148,31 @@ class Totals:
             f"the good samples have {self.videos:,} videos and {self.images:,} images with {self.frames:,} frames"
         ]
         if model:
-            lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets{_visual(self, model)}")
+            lines.append(f"text tokens: {self.tokens:,}, of which {self.targets:,} are targets")
+            if keys := _keys_per_frame(model):
+                lines[-1] += f"; visual tokens: {self.frames * keys:,}, {keys:,} for each frame"
         if self.frames:
             lines.append("most frames: " + ", ".join(f"{place} ({frames:,})" for frames, place in self.longest))
         if self.video_frames:
+            seconds = self.core_seconds
+            hours = f"{seconds / 3600:.1f} hours" if seconds >= 360 else f"{seconds:.1f} seconds"
             lines.append(
                 f"decoding: {self.decoded / self.video_frames:.1f} frames of the videos for each frame that is used, "
-                f"about {_hours(self.core_seconds)} of one core"
+                f"about {hours} of one core"
             )
         return "\n".join(lines)
 
 
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 360 else f"{seconds:.1f} seconds"
-
-
-def _visual(totals: Totals, model: str) -> str:
+def _keys_per_frame(model: str) -> int | None:
+    """Return the visual tokens of each frame; None if they depend on its size, or the planner lacks the family."""
     from mllm_seqpar.models.hub import local_directory
     from mllm_seqpar.planner.model_sizes import read_model
 
     try:
         sizes = read_model(local_directory(model))
-    except SeqParError:  # a family without sizes for the planner
-        return ""
-    if sizes.keys_vary:  # their number depends on the size of the frames
-        return ""
-    keys = sizes.vision.keys
-    return f"; visual tokens: {totals.frames * keys:,}, {keys:,} for each frame"
+    except SeqParError:
+        return None
+    return None if sizes.keys_vary else sizes.vision.keys
 
 
 @dataclass(frozen=True)
@@ -186,52 +185,47 @@ class _Checked:
     core_seconds: float = 0.0  # to decode them
 
 
-_Row = tuple[Chat, Sequence[Future[_Checked]]]
-"""A conversation, and its media that are being checked."""
+_Row = tuple[Chat, list[Future[_Checked]], list[str]]
+"""A conversation, its media that are being checked, and what is wrong with the record."""
 
 
 def check_dataset(
-    dataset: ChatDataset,
-    totals: Totals,
-    *,
-    long: float = 3600.0,
-    workers: int = 1,
-    store: FrameStore | None = None,
+    dataset: ChatDataset, totals: Totals, *, long: float, workers: int, store: FrameStore | None
 ) -> Iterator[str]:
-    """Check all samples, yield a line for each fault and each long video, in order, and count into `totals`.
+    """Check all samples in `workers` threads, yield a line for each fault and each video of more than `long` seconds,
+    in order, and count into `totals`. The frames of videos are written to `store`.
 
-    Args:
-        dataset: opened with `on_bad_media="skip"` and `validate=False`; without a processor, tokens are not counted.
-        long: a video of more seconds is reported.
-        workers: number of threads.
-        store: the frames of videos are written to it.
+    `dataset` was opened with `on_bad_media="skip"` and `validate=False`; without a processor, tokens are not counted.
     """
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="check-data")
-    rows: list[_Row | str] = []  # or what is wrong with the record
+    rows: list[_Row] = []
     submitted: dict[Hashable, Future[_Checked]] = {}
     try:
         for index in range(len(dataset)):
             try:
                 chat = dataset.chat(index)
             except DataError as error:
-                rows.append(str(error))
+                rows.append((Chat(()), [], [str(error)]))
                 continue
-            keys = [_key(dataset, index, medium) for medium in chat.media]
-            for key, medium in zip(keys, chat.media, strict=True):
+            futures = []
+            for medium in chat.media:
+                try:  # equal files with equal sampling are opened once
+                    key = dataset.identify(index, medium)
+                except SeqParError:  # a file is missing, which opening it reports
+                    key = index, medium
                 if key not in submitted:
                     submitted[key] = pool.submit(_check_medium, dataset, index, medium, store)
-            rows.append((chat, [submitted[key] for key in keys]))
+                futures.append(submitted[key])
+            rows.append((chat, futures, []))
         for index, row in enumerate(rows):
             yield from _report(dataset, index, row, totals, long)
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further files are opened
 
 
-def _report(dataset: ChatDataset, index: int, row: _Row | str, totals: Totals, long: float) -> Iterator[str]:
+def _report(dataset: ChatDataset, index: int, row: _Row, totals: Totals, long: float) -> Iterator[str]:
     """Yield the lines of a sample, and count it."""
-    place = dataset.records.place(index)
-    chat, futures = (Chat(()), ()) if isinstance(row, str) else row
-    faults, media = [row] if isinstance(row, str) else [], list[_Checked]()
+    place, (chat, futures, faults), media = dataset.records.place(index), row, list[_Checked]()
     for medium, future in zip(chat.media, futures, strict=True):
         try:
             checked = future.result()
@@ -246,8 +240,8 @@ def _report(dataset: ChatDataset, index: int, row: _Row | str, totals: Totals, l
         media.append(checked)
         if checked.seconds > long:
             totals.long += 1
-            name, frames = medium.files[0], len(checked.source)
-            yield f"{place}: long: {name} has {_clock(checked.seconds)}, {frames:,} frames are used"
+            clock, frames = timedelta(seconds=round(checked.seconds)), len(checked.source)
+            yield f"{place}: long: {medium.files[0]} has {clock}, {frames:,} frames are used"
     if not faults:
         sample = ChatSample(place, chat, tuple(checked.source for checked in media))
         faults = _count(dataset, sample, totals, media)
@@ -270,19 +264,16 @@ def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequ
     return []
 
 
-def _key(dataset: ChatDataset, index: int, medium: Clip) -> Hashable:
-    """Return a key that is equal for equal files with equal sampling, so that each is opened once."""
-    try:
-        return dataset.identify(index, medium)
-    except SeqParError:  # a file is missing, which opening it reports
-        return index, medium
-
-
 def _check_medium(dataset: ChatDataset, index: int, medium: Clip, store: FrameStore | None) -> _Checked:
     source = dataset.source(index, medium)
     plan = source.plan if isinstance(source, VideoSource) else None  # a store has frames of videos
     if store is not None and plan is not None and not store.has(plan):
-        store.write(plan, _frames_for(store, source))
+
+        def frames() -> Iterator[Tensor]:  # decoding begins inside `write`, which stores why it fails
+            size = None if store.shorter_side is None else store.frame_size(*source.sizes()[0])
+            yield from source.read(0, len(source), size=size)
+
+        store.write(plan, frames())
     last = len(source) - 1
     numbers = sorted({0, last // 2, last})
     begin = time.thread_time()
@@ -295,14 +286,3 @@ def _check_medium(dataset: ChatDataset, index: int, medium: Clip, store: FrameSt
     decoded = frames_to_decode(plan)
     here = sum(frames_to_decode(plan.only(number)) for number in numbers)
     return _Checked(source, probe(plan.path).duration, decoded, core_seconds * decoded / max(1, here))
-
-
-def _frames_for(store: FrameStore, source: FrameSource) -> Iterator[Tensor]:
-    """Yield all frames of a video in the form of the store; decoding starts with the first one."""
-    size = None if store.shorter_side is None else store.frame_size(*source.sizes()[0])
-    yield from source.read(0, len(source), size=size)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -10,7 +10,6 @@ import contextlib
 import io
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from mllm_seqpar._compat import optional_import, options_of
 from mllm_seqpar.errors import ConfigError
@@ -42,11 +41,19 @@ def completion(argv: Sequence[str]) -> None:
     program.add_argument("--version", action="version")
     commands = program.add_subparsers()
     for name, command in COMMANDS.items():
-        found = command_parser(command.entry)
-        for action in found._actions:
+        options = command_parser(command.entry)
+        for action in options._actions:
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-            _describe_values(action, shtab)
-        commands.add_parser(name, help=command.text, parents=[found], add_help=False)
+            if action.nargs == 0 or action.type in (int, float):
+                continue  # nothing to complete
+            if isinstance(action.metavar, str) and action.metavar.startswith("{"):  # the dataclass checks the value
+                action.choices = action.metavar[1:-1].split(",")
+            elif action.dest == "cluster":
+                action.choices = known_files("cluster").split(", ")
+            elif action.choices is None:
+                is_directory = action.dest in DIRECTORIES or action.dest.endswith("_dir")
+                action.complete = shtab.DIRECTORY if is_directory else shtab.FILE  # type: ignore[attr-defined]
+        commands.add_parser(name, help=command.text, parents=[options], add_help=False)
     sys.stdout.write(shtab.complete(program, shell=shell))
 
 
@@ -62,16 +69,3 @@ def command_parser(entry: str, show: str = "--help") -> argparse.ArgumentParser:
         everything = "--help_all"
         return command_parser(entry, everything) if everything != show and everything in options_of(parser) else parser
     return argparse.ArgumentParser(add_help=False)
-
-
-def _describe_values(action: argparse.Action, shtab: ModuleType) -> None:
-    """Set what may follow an option: one of its choices, or else a directory or a file."""
-    if action.nargs == 0 or action.type in (int, float):
-        return
-    if isinstance(action.metavar, str) and action.metavar.startswith("{"):  # the dataclass checks them, not the parser
-        action.choices = action.metavar[1:-1].split(",")
-    elif action.dest == "cluster":
-        action.choices = known_files("cluster").split(", ")
-    elif action.choices is None:
-        is_directory = action.dest in DIRECTORIES or action.dest.endswith("_dir")
-        action.complete = shtab.DIRECTORY if is_directory else shtab.FILE  # type: ignore[attr-defined]

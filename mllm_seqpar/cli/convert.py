@@ -65,11 +65,7 @@ class ConvertOptions(CommandOptions):
 
 
 def convert(argv: Sequence[str]) -> None:
-    """Write the directory that the command line `argv` describes. An interrupted run leaves no incomplete directory.
-
-    Raises:
-        SeqParError: on invalid options, or weights that do not exactly match the model.
-    """
+    """Write the directory that the command line `argv` describes. An interrupted run leaves no incomplete directory."""
     args = parse_options(
         ConvertOptions,
         argv,
@@ -79,28 +75,37 @@ def convert(argv: Sequence[str]) -> None:
         "  mllm-seqpar convert --language_model MPT_DIR --vision_model openai/clip-vit-large-patch14 \\\n"
         "      --checkpoint checkpoint.pt --output flamingo",
     )
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     with new_directory("output", args.output) as draft:
-        if args.model is None:
-            _convert_parts(args, draft)
+        if args.model is not None:
+            with tempfile.TemporaryDirectory(dir=draft.parent) as scratch:
+                folders = model_directories(args.model)
+                _require_supported(folders[-1])
+                source = str(_safetensors(folders[0], Path(scratch)))
+                processor = load_processor(source)
+                model: Any = load_model(source, dtype=dtype or "auto")
+                model.save_pretrained(draft)
+            processor.save_pretrained(draft)
         else:
-            _convert_directory(args.model, args.dtype, draft)
-        model: Any = load_model(str(draft), dtype="auto", device_map="meta")  # compares names and shapes
+            from mllm_seqpar.models import open_flamingo
+
+            assert args.language_model is not None and args.vision_model is not None
+            checkpoint = None if args.checkpoint is None else Path(local_directory(args.checkpoint))
+            open_flamingo.convert(
+                draft,
+                language_model=args.language_model,
+                vision_model=args.vision_model,
+                checkpoint=checkpoint / "checkpoint.pt" if checkpoint and checkpoint.is_dir() else checkpoint,
+                cross_attn_every_n_layers=args.cross_attn_every_n_layers,
+                only_attend_immediate_media=args.only_attend_immediate_media,
+                dtype=dtype or torch.float32,
+            )
+        model = load_model(str(draft), dtype="auto", device_map="meta")  # compares names and shapes
     count = sum(parameter.numel() for parameter in model.parameters())
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     sys.stdout.write(
         f"{Path(args.output).resolve()}: {type(model).__name__}, {count:,} parameters, {', '.join(dtypes)}\n"
     )
-
-
-def _convert_directory(name: str, dtype: str, output: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
-        folders = model_directories(name)
-        _require_supported(folders[-1])
-        source = _safetensors(folders[0], Path(scratch))
-        processor = load_processor(str(source))
-        model: Any = load_model(str(source), dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-        model.save_pretrained(output)
-    processor.save_pretrained(output)
 
 
 def _require_supported(folder: Path) -> None:
@@ -113,25 +118,8 @@ def _require_supported(folder: Path) -> None:
     except AdapterError as error:
         raise ConfigError(
             f"--model {folder}: {cls.__name__} (model_type {config.model_type!r}) does not belong to a supported "
-            "family; supported "
-            f"families: {', '.join(sorted(adapters()))}"
+            f"family; supported families: {', '.join(sorted(adapters()))}"
         ) from error
-
-
-def _convert_parts(args: ConvertOptions, output: Path) -> None:
-    from mllm_seqpar.models.open_flamingo import convert
-
-    assert args.language_model is not None and args.vision_model is not None
-    checkpoint = None if args.checkpoint is None else Path(local_directory(args.checkpoint))
-    convert(
-        output,
-        language_model=args.language_model,
-        vision_model=args.vision_model,
-        checkpoint=checkpoint / "checkpoint.pt" if checkpoint is not None and checkpoint.is_dir() else checkpoint,
-        cross_attn_every_n_layers=args.cross_attn_every_n_layers,
-        only_attend_immediate_media=args.only_attend_immediate_media,
-        dtype=torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype),
-    )
 
 
 def _safetensors(folder: Path, scratch: Path) -> Path:

@@ -76,11 +76,7 @@ class DoctorOptions(CommandOptions):
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print the findings, on rank 0; return 1 if something is wrong. The ranks that it starts call this too.
-
-    Raises:
-        ConfigError: on invalid options.
-    """
+    """Print the findings, on rank 0; return 1 if something is wrong. The ranks that it starts call this too."""
     args = parse_options(
         DoctorOptions,
         argv,
@@ -95,7 +91,8 @@ def doctor(argv: Sequence[str]) -> int:
         wrong += _print(findings)
     count = args.num_processes
     if count is None and not started_by_launcher():
-        count = max(1, torch.cuda.device_count()) if _uses_gpus(args.device) else 2
+        gpus = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+        count = max(1, torch.cuda.device_count()) if gpus else 2
     with own_ranks(count, f"{__name__}:doctor", argv), launched_ranks(args.device, TIMEOUT_S) as (comm, device):
         wrong += _print(exactness(comm, device), show=comm.rank == 0)
     return 1 if wrong and first else 0
@@ -117,12 +114,12 @@ def versions() -> Iterator[Finding]:
     yield Finding("mllm-seqpar", __version__)
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package, minimum in MINIMUM.items():
-        found = _version(package)
-        fits = found is not None and release(found) >= release(minimum)
+        version = _version(package)
+        fits = version is not None and release(version) >= release(minimum)
         remedy = "" if fits else f"; {minimum} or later is needed: pip install --upgrade '{package}>={minimum}'"
-        yield Finding(package, (found or "not installed") + remedy, fits)
+        yield Finding(package, (version or "not installed") + remedy, fits)
     optional = {package: _version(package) for package in OPTIONAL}
-    yield Finding("optional", ", ".join(f"{name} {found}" for name, found in optional.items() if found) or "none")
+    yield Finding("optional", ", ".join(f"{name} {version}" for name, version in optional.items() if version) or "none")
     missing = [name + f" (extra {OPTIONAL[name]})" * bool(OPTIONAL[name]) for name in optional if not optional[name]]
     if missing:
         yield Finding("not there", ", ".join(missing) + "; needed for some commands only")
@@ -145,11 +142,8 @@ def machine() -> Iterator[Finding]:
         yield Finding(f"cuda:{index}", f"{name}, {_gib(free)} of {_gib(total)} free", True)
     smi = shutil.which("nvidia-smi")
     if smi and not gpus:
-        built = torch.version.cuda or "no CUDA"
-        text = (
-            f"nvidia-smi is installed, but torch (built for {built}) finds no GPU; install torch for this driver's CUDA"
-        )
-        yield Finding("gpu", text, False)
+        text = f"nvidia-smi is installed, but torch (built for {torch.version.cuda or 'no CUDA'}) finds no GPU"
+        yield Finding("gpu", f"{text}; install torch for this driver's CUDA", False)
     elif not gpus:
         yield Finding("gpu", "none; everything runs on the CPU")
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
@@ -157,25 +151,22 @@ def machine() -> Iterator[Finding]:
     memory = host_memory()
     yield Finding("host memory", "unknown" if memory is None else f"{_gib(memory)} available")
     if gpus:
-        version = (
-            ".".join(map(str, torch.cuda.nccl.version()))
-            if dist.is_nccl_available()
-            else "not available in this build of torch"
-        )
+        version, available = "not available in this build of torch", dist.is_nccl_available()
+        if available:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
         problems = setting_problems(os.environ) if started_by_launcher() else []
-        yield Finding("nccl", "; ".join([version, *problems]), dist.is_nccl_available() and not problems)
+        yield Finding("nccl", "; ".join([version, *problems]), available and not problems)
     q = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16, device="cuda" if gpus else "cpu")
     kernel, reason = choose_kernel("auto", q, q)
     yield Finding("kernel", f"for bfloat16, {reason if gpus else kernel.name}")
-    yield Finding("links", _links(smi) if smi and gpus > 1 else "none between GPUs")
-
-
-def _links(smi: str) -> str:
-    try:
-        done = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi topo -m failed: {error}"
-    return "nvidia-smi topo -m:\n" + (done.stdout or done.stderr).rstrip()
+    links = "none between GPUs"
+    if smi and gpus > 1:
+        try:
+            done = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=20)
+            links = "nvidia-smi topo -m:\n" + (done.stdout or done.stderr).rstrip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            links = f"nvidia-smi topo -m failed: {error}"
+    yield Finding("links", links)
 
 
 def host_memory() -> int | None:
@@ -197,10 +188,6 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _uses_gpus(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
-
-
 def exactness(comm: Communicator, device: torch.device) -> Iterator[Finding]:
     """Yield the errors of attention and of patched models on these ranks; with a single rank, two ranks are simulated
     in threads."""
@@ -213,18 +200,18 @@ def exactness(comm: Communicator, device: torch.device) -> Iterator[Finding]:
     start = time.monotonic()
 
     def run_on(ranks: Communicator) -> list[Finding]:
-        found = []
+        errors = []
         for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
             for name, error in attention_errors(ranks, device, dtype):
-                found.append(_exact(f"attention {name}, {str(dtype).removeprefix('torch.')}", error, LIMITS[dtype]))
+                errors.append((f"attention {name}, {str(dtype).removeprefix('torch.')}", error, LIMITS[dtype]))
         for name, error in model_errors(ranks, device):
-            found.append(_exact(f"{name}, loss and gradients", error, LIMITS[torch.float32]))
-        return found
+            errors.append((f"{name}, loss and gradients", error, LIMITS[torch.float32]))
+        findings = []
+        for what, error, limit in errors:
+            text = f"{what}: relative error {error:.1e} against float64"
+            text += "" if error <= limit else f"; at most {limit:g} is allowed"
+            findings.append(Finding("exactness", text, error <= limit))
+        return findings
 
     yield from run_on(comm) if comm.size > 1 else run_loopback(2, run_on)[0]
     yield Finding("time", f"{time.monotonic() - start:.1f} s for the exactness check")
-
-
-def _exact(what: str, error: float, limit: float) -> Finding:
-    text = f"{what}: relative error {error:.1e} against float64"
-    return Finding("exactness", text if error <= limit else f"{text}; at most {limit:g} is allowed", error <= limit)

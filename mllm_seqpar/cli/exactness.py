@@ -34,15 +34,18 @@ def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtyp
     frames = FRAMES_PER_RANK * comm.size + 1  # one rank has more frames than the others
     sizes = [(HEADS, ROWS * comm.size), *[(KV_HEADS, frames * TOKENS)] * 2, (HEADS, ROWS * comm.size)]
     q, k, v, do = (torch.randn(1, h, s, DIM, generator=generator).to(device, dtype) for h, s in sizes)
-    exact = _dense(q, k, v, do)
+    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    all_k, all_v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
+    o = torch.softmax(leaves[0] @ all_k.mT * DIM**-0.5, -1) @ all_v
+    exact = o.detach(), *torch.autograd.grad(o, leaves, do.double())
     own = frame_range(frames, comm)
     rows, keys = slice(ROWS * comm.rank, ROWS * (comm.rank + 1)), slice(own.start * TOKENS, own.stop * TOKENS)
     for name, attend in (("lv-xattn", lv_xattn), ("ring", ring_attention)):
         leaves = [x[:, :, part].detach().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
         o = attend(*leaves, group=comm)
-        found = [o.detach(), *torch.autograd.grad(o, leaves, do[:, :, rows])]
+        results = [o.detach(), *torch.autograd.grad(o, leaves, do[:, :, rows])]
         parts = [x[:, :, part] for x, part in zip(exact, (rows, rows, keys, keys), strict=True)]
-        yield name, _largest(comm, [relative(x, y) for x, y in zip(found, parts, strict=True)])
+        yield name, _largest(comm, [relative(x, y) for x, y in zip(results, parts, strict=True)])
 
 
 def model_errors(comm: Communicator, device: torch.device) -> Iterator[tuple[str, float]]:
@@ -52,43 +55,32 @@ def model_errors(comm: Communicator, device: torch.device) -> Iterator[tuple[str
         ("tiny model with cross-attention", _with_cross_attention),
         ("tiny decoder-only model", _decoder_only),
     ):
-        yield name, _model_error(*make(frames), comm, device)
+        model, inputs = make(frames)
+        exact = copy.deepcopy(model).double()
+        loss = exact(**{key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}).loss
+        loss.backward()
+        patch_model(model.to(device), group=comm)
+        sharded = model(**{key: x.to(device) for key, x in inputs.items()}).loss
+        sharded.backward()
+        errors = [relative(sharded.detach(), loss.detach())]
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            if theirs.grad is not None:
+                grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
+                # The absolute term is for gradients that are 0 except for rounding, such as that of a bias of keys.
+                difference = comm.all_reduce(grad).cpu().double() / comm.size - theirs.grad
+                errors.append(float(difference.norm() / (theirs.grad.norm() + 1e-3)))
+        yield name, _largest(comm, errors)
 
 
-def _model_error(model: Any, inputs: dict[str, Tensor], comm: Communicator, device: torch.device) -> float:
-    exact = copy.deepcopy(model).double()
-    loss = exact(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}).loss
-    loss.backward()
-    patch_model(model.to(device), group=comm)
-    found = model(**{name: x.to(device) for name, x in inputs.items()}).loss
-    found.backward()
-    errors = [relative(found.detach(), loss.detach())]
-    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
-        if theirs.grad is not None:
-            grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
-            # The absolute term is for gradients that are 0 except for rounding, such as that of a bias of keys.
-            difference = comm.all_reduce(grad).cpu().double() / comm.size - theirs.grad
-            errors.append(float(difference.norm() / (theirs.grad.norm() + 1e-3)))
-    return _largest(comm, errors)
-
-
-def relative(found: Tensor, exact: Tensor) -> float:
+def relative(x: Tensor, exact: Tensor) -> float:
     """Return the relative error in the Euclidean norm."""
-    return float((found.double().to(exact.device) - exact).norm() / exact.norm())
+    return float((x.double().to(exact.device) - exact).norm() / exact.norm())
 
 
 def _largest(comm: Communicator, errors: list[float]) -> float:
     """Return the largest error of all ranks; infinity if one is not a number."""
     own = max(error if error == error else float("inf") for error in errors)
     return max(map(float, comm.gather_texts(str(own))))
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """Return o, dq, dk, dv of one softmax over all keys, in float64."""
-    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
-    o = torch.softmax(leaves[0] @ keys.mT * DIM**-0.5, -1) @ values
-    return o.detach(), *torch.autograd.grad(o, leaves, do.double())
 
 
 def _with_cross_attention(frames: int) -> tuple[Any, dict[str, Tensor]]:

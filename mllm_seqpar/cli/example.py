@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.chats.multiple_choice import LETTERS, MultipleChoice
-from mllm_seqpar.chats.needle import (
-    COLOURS,
-    QUESTION,
-    NeedleVideo,
-    make_needle_videos,
-    make_tokenizer,
-)
+from mllm_seqpar.chats.needle import COLOURS, QUESTION, NeedleVideo, make_needle_videos, make_tokenizer
 
 from .options import CommandOptions, option, parse_options
 from .outputs import new_directory
@@ -58,11 +52,7 @@ class ExampleOptions(CommandOptions):
 
 
 def example(argv: Sequence[str]) -> None:
-    """Write the example that the options in `argv` describe, and print the answer about its long video.
-
-    Raises:
-        ConfigError: on invalid options, or a directory that is not empty.
-    """
+    """Write the example that the options in `argv` describe, and print the answer about its long video."""
     options = parse_options(
         ExampleOptions,
         argv,
@@ -89,10 +79,8 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
         "long": (1, (options.long_frames, options.long_frames)),
     }
     videos = {
-        name: make_needle_videos(
-            folder / "videos" / name, count, frames=frames, size=FRAME_SIZE, seed=options.seed + number
-        )
-        for number, (name, (count, frames)) in enumerate(kinds.items(), 1)
+        name: make_needle_videos(folder / "videos" / name, count, frames=frames, size=FRAME_SIZE, seed=seed)
+        for seed, (name, (count, frames)) in enumerate(kinds.items(), options.seed + 1)
         if count
     }
     training = [*videos["short"], *videos.get("longer", [])]

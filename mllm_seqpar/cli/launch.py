@@ -53,6 +53,9 @@ LAST_RANK = 60.0
 _MARK = "MLLM_SEQPAR_OWN_RANKS"
 """The environment variable that is set in the ranks that `own_ranks` started."""
 
+_READY = "ready/{}"
+"""The key of the store that a rank sets when it has imported its modules."""
+
 _log = get_logger(__name__)
 
 
@@ -60,12 +63,11 @@ _log = get_logger(__name__)
 def launched_ranks(device: str = "auto", timeout: float | None = None) -> Iterator[tuple[Communicator, torch.device]]:
     """Join the processes that the launcher started, and yield (their group, this rank's device).
 
-    In addition to NCCL, the group has a backend for the CPU, over which ranks agree without waiting for the device. An
-    existing process group is used and left in place. A group that is created here is destroyed at the end of the block,
-    but not after an exception: destroying it would wait for ranks that may be waiting in a collective.
+    An existing process group is used and left in place. A group that is created here is destroyed at the end of the
+    block, but not after an exception: destroying it would wait for ranks that may be waiting in a collective.
 
     Args:
-        device: cpu, cuda, or auto, as in `use_cuda`.
+        device: as in `use_cuda`.
         timeout: seconds until a collective fails because a rank did not join; see `collective_timeout`.
 
     Raises:
@@ -100,7 +102,7 @@ def ranks_with_options(read: Callable[[], Any]) -> Iterator[tuple[Any, Communica
     options, problem = attempt(read)
     device, timeout = getattr(options, "device", "auto"), getattr(options, "timeout", None)
     with launched_ranks(device, timeout) as (comm, rank_device):
-        agree(comm, "arguments", lambda: options, lambda found: asdict(found), error=problem)
+        agree(comm, "arguments", lambda: options, asdict, error=problem)
         yield options, comm, rank_device
 
 
@@ -125,7 +127,7 @@ def use_cuda(device: str) -> bool:
 
 
 def collective_timeout(seconds: float | None, cuda: bool) -> timedelta:
-    """Return the timeout of collectives: `seconds`, or by default 600 s on GPUs and 300 s on CPU."""
+    """Return the timeout of collectives, by default 600 s on GPUs and 300 s on CPU."""
     return timedelta(seconds=seconds or (600 if cuda else 300))
 
 
@@ -153,9 +155,8 @@ def own_ranks(
     `launched_ranks` then joins them. If a launcher or this function has already started ranks, they are used.
 
     Args:
-        count: 1 or more; None: one for each GPU of this machine, or 1 without any.
+        count: None: one for each GPU of this machine, or 1 without any.
         entry: "module:function", called as function(argv) in the other processes.
-        argv: the arguments of the command line.
         before_exit: called before the program ends because another rank has failed.
 
     Raises:
@@ -194,7 +195,7 @@ def own_ranks(
         load_entry(entry)  # this rank imports the modules while the others do
         # The imports may take longer than the timeout of a collective. If a rank ends before, its thread ends the
         # program.
-        while not all(store.check([_ready(rank)]) for rank in range(1, count)):
+        while not all(store.check([_READY.format(rank)]) for rank in range(1, count)):
             time.sleep(0.05)
         os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0")
         yield
@@ -203,11 +204,6 @@ def own_ranks(
         os.environ.clear()
         os.environ.update(before)
         others.close()
-
-
-def _ready(rank: int) -> str:
-    """Return the key of the store that a rank sets when it has imported its modules."""
-    return f"ready/{rank}"
 
 
 class _OtherRanks:
@@ -226,11 +222,8 @@ class _OtherRanks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until all processes have ended. If one has failed, its thread ends the program.
-
-        Raises:
-            TransferError: one still runs after `LAST_RANK` seconds.
-        """
+        """Wait until all processes have ended; raise TransferError if one still runs after `LAST_RANK` seconds. If one
+        has failed, its thread ends the program."""
         deadline = time.monotonic() + LAST_RANK
         for rank, process in enumerate(self._processes, 1):
             try:
@@ -266,14 +259,9 @@ class _OtherRanks:
 
 
 def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
-    """Run a command, with --num_processes N on N ranks of this machine.
+    """Return the exit status of a command, "module:function"; with --num_processes N, of rank 0 of N on this machine.
 
-    Args:
-        entry: "module:function" of the command.
-        argv: the arguments, with --num_processes N or without. The command gets the others.
-
-    Returns:
-        The exit status of rank 0. The program ends with a message if another rank fails.
+    The program ends with a message if another rank fails.
     """
 
     def on_ranks(argv: Sequence[str]) -> int | None:
@@ -288,18 +276,18 @@ def start_ranks_if_asked(entry: str, argv: Sequence[str]) -> int:
     return run(on_ranks, argv)
 
 
-def _end_with_rank_0() -> None:
-    while os.read(0, 1024):
-        pass
-    os._exit(1)
-
-
 def main(argv: Sequence[str]) -> NoReturn:
     """Run a rank that `own_ranks` started: `argv` is "module:function" and the arguments of the function."""
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+
+    def end_with_rank_0() -> None:
+        while os.read(0, 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=end_with_rank_0, daemon=True).start()
     entry = load_entry(argv[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    store.set(_ready(int(os.environ["RANK"])), "")
+    store.set(_READY.format(os.environ["RANK"]), "")
     run(entry, argv[1:])  # the status of the program is that of rank 0
     sys.exit(0)
 

@@ -292,7 +292,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         raise ConfigError("--timeline needs matplotlib; install mllm-seqpar[plot]") from error
     workload, by_name = plan.workload, {row.spec.strategy: row for row in plan.rows}
     compared = [by_name[name] for name in ("lv-xattn", "ring") if name in by_name and by_name[name] is not plan.best]
-    specs, problem = [row.spec for row in (plan.best, *compared)], workload.problem(workload.compared)
+    specs = [row.spec for row in (plan.best, *compared)]
+    problem, visible = workload.problem(workload.compared), workload.visible(workload.compared)
     ranks, cluster = min(problem.ranks, MAX_RANKS), simulated_cluster(workload, plan.cluster)
     figure = Figure(figsize=(11, 1.4 + len(specs) * (0.4 * ranks + 0.7)), layout="constrained")
     figure.suptitle(
@@ -305,7 +306,6 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     for axes, spec in zip(all_axes, specs, strict=True):
         begin, title = 0.0, []
         for name, backward in [("forward", False), ("backward", True)][: 2 if workload.training else 1]:
-            visible = workload.visible(workload.compared)
             timelines = AttentionCall(problem, spec, cluster, backward=backward, visible=visible).timelines()
             for rank in range(ranks):
                 for kind, (color, label) in KINDS.items():

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.planner.cluster import Cluster, read_cluster
-from mllm_seqpar.planner.descriptions import find_file, known_files
+from mllm_seqpar.planner.cluster import read_cluster
+from mllm_seqpar.planner.descriptions import known_files
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TRAINED, Workload
@@ -120,46 +120,29 @@ class PlanOptions(CommandOptions):
 
 def _frame_tokens(model: ModelSizes, text: str, frames: int) -> int | tuple[int, ...]:
     """Return the number of tokens of a frame that `--frame_tokens` gives, or of each frame."""
+
+    def tokens_of(size: str) -> int:
+        numbers = [int(part) if part.isdecimal() else 0 for part in size.split("x")]
+        if len(numbers) > 2 or min(numbers) < 1:
+            raise ConfigError(f"--frame_tokens {size}: expected a number of tokens, or a size such as 1280x720")
+        return numbers[0] if len(numbers) == 1 else model.tokens_of_image(numbers[1], numbers[0])
+
     if ":" not in text:
-        return _tokens_of(model, text)
+        return tokens_of(text)
     total, tokens = 0, list[int]()
     for part in text.split(","):
         count, _, size = part.partition(":")
         if not count.isdecimal() or not size:
             raise ConfigError(f"--frame_tokens {text}: {part!r} is not a number of frames with their size or tokens")
         total += int(count)
-        tokens += [_tokens_of(model, size)] * -(-int(count) // model.vision.temporal_patch)
+        tokens += [tokens_of(size)] * -(-int(count) // model.vision.temporal_patch)
     if total != frames:
         raise ConfigError(f"--frame_tokens {text}: these are {total} frames, and --frames is {frames}")
     return tuple(tokens)
 
 
-def _tokens_of(model: ModelSizes, text: str) -> int:
-    """Return the number of tokens of a frame that `text` gives as a number or as a size in pixels, WIDTHxHEIGHT."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
-    if len(numbers) > 2 or min(numbers) < 1:
-        raise ConfigError(f"--frame_tokens {text}: expected a number of tokens, or a size such as 1280x720")
-    return numbers[0] if len(numbers) == 1 else model.tokens_of_image(numbers[1], numbers[0])
-
-
-def _whole_nodes(cluster: Cluster, gpus: int) -> Cluster:
-    """Return the cluster; raise ConfigError if `gpus` are a part of a node besides whole ones."""
-    node = cluster.gpus_per_node
-    if gpus > node and gpus % node:
-        whole = gpus // node * node
-        raise ConfigError(
-            f"--gpus {gpus}: a node of {cluster.name} has {node} GPUs, and ranks are started on whole nodes; give "
-            f"{whole} or {whole + node}, or at most {node} for a part of one node"
-        )
-    return cluster
-
-
 def plan(argv: Sequence[str]) -> int:
-    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits.
-
-    Raises:
-        SeqParError: on invalid options.
-    """
+    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits."""
     args = parse_options(
         PlanOptions,
         argv,
@@ -168,7 +151,7 @@ def plan(argv: Sequence[str]) -> int:
         "The exit status is 1 if none fits.",
         example="mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4",
     )
-    model = read_model(find_file("model", args.model))
+    model = read_model(args.model)
     if model.decoder_only and args.strategy:
         raise ConfigError(
             f"--strategy: {model.name} has no cross-attention, which it is for; leave it out, and pass "
@@ -190,7 +173,15 @@ def plan(argv: Sequence[str]) -> int:
     workload = Workload(
         model=model, recompute=not args.keep_visual, checkpointing=args.gradient_checkpointing, **stated
     )
-    result = make_plan(workload, _whole_nodes(read_cluster(args.cluster), args.gpus), args.strategy or STRATEGIES)
+    cluster = read_cluster(args.cluster)
+    node = cluster.gpus_per_node
+    if args.gpus > node and args.gpus % node:
+        whole = args.gpus // node * node
+        raise ConfigError(
+            f"--gpus {args.gpus}: a node of {cluster.name} has {node} GPUs, and ranks are started on whole nodes; give "
+            f"{whole} or {whole + node}, or at most {node} for a part of one node"
+        )
+    result = make_plan(workload, cluster, args.strategy or STRATEGIES)
     if args.timeline:
         require_writable("timeline", args.timeline)
         draw_plan(result, args.timeline)

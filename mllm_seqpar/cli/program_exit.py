@@ -44,9 +44,8 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "t
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
     """Return the exit status of `main(argv)`; an exception ends this process with a message on stderr and a status.
 
-    If `main` returns, the process group is destroyed and the interpreter shuts down as usual, after gloo's threads have
-    released their tensors (`comm.gloo_exit`). A rank that fails leaves through `os._exit` instead, because
-    destructors of process groups and threads that are joined at exit may wait for ranks that wait for this one.
+    A rank that fails leaves through `os._exit`, because destructors of process groups and threads that are joined at
+    exit may wait for ranks that wait for this one.
     """
     end_with_launcher()
     release_gloo_at_exit()
@@ -67,10 +66,10 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
 
 def end_with_launcher() -> None:
-    """Make the kernel end this process when its launcher ends, even if it is killed; on Linux, under torch elastic.
+    """Make the kernel end this process when its launcher ends; on Linux, under torch elastic.
 
-    A launcher that is killed with SIGKILL (by the OOM killer, for example) cannot end its ranks. They would continue,
-    as would those of all other nodes, and nothing would report their exit.
+    A launcher that is killed with SIGKILL (by the OOM killer, for example) cannot end its ranks, nor those of other
+    nodes.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -128,21 +127,14 @@ def _exit_now(text: str, status: int) -> None:
     if text:
         prefix = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         print(prefix + text, file=sys.stderr, flush=True)  # noqa: T201
-    if text and not text.startswith(_STOPPED):
-        _tell_launcher(text)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not text or text.startswith(_STOPPED):
-        # The launcher reports the first rank that exits as the root cause and ends the others. This rank is not the
-        # cause, so it lets the failed rank exit first.
-        time.sleep(3.0)
-    os._exit(status)
-
-
-def _tell_launcher(text: str) -> None:
-    """Write the error to the file that torch's launchers read, so that their report of about 30 lines ends with it."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+    is_cause = bool(text) and not text.startswith(_STOPPED)
+    if is_cause and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        # The report of torch's launchers, about 30 lines, ends with the error in this file.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": message}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not is_cause:  # the launcher reports the first rank that exits as the root cause and ends the others
+        time.sleep(3.0)
+    os._exit(status)

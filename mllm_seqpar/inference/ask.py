@@ -53,9 +53,7 @@ ENCODE_STAGE = "read and encode"
 
 
 def ask(argv: Sequence[str]) -> int:
-    """Answer the questions of the command line `argv`, and return the exit status. Every rank calls this.
-
-    See `AskOptions`.
+    """Answer the questions of the options `argv` (`AskOptions`); return the exit status. Every rank calls this.
 
     Raises:
         SeqParError: on invalid arguments or files or a video that cannot be read, or if the ranks disagree.
@@ -68,20 +66,15 @@ def ask(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Video:
-    """A video of the run, its features on disk, or both, and the output paths of its features and its evidence page.
-
-    Attributes:
-        source, store: the video and the features, after `VideoRun.open`.
-        feature_meta: on rank 0, what features to be saved depend on.
-    """
+    """A video of the run, its features on disk, or both, and the output paths of its features and its evidence page."""
 
     video: str | None = None
     features: str | None = None
     save_to: str | None = None
     page: str | None = None
-    source: VideoSource | None = None
+    source: VideoSource | None = None  # after `VideoRun.open`, as `store`
     store: FeatureStore | None = None
-    feature_meta: Mapping[str, Any] = field(default_factory=dict)
+    feature_meta: Mapping[str, Any] = field(default_factory=dict)  # on rank 0, of features to be saved
 
     @property
     def name(self) -> str:
@@ -124,12 +117,9 @@ def ask_videos(args: AskOptions, comm: Communicator, device: torch.device) -> in
         NonFiniteLogitsError: on all ranks, if no question has an answer.
     """
     run = VideoRun(args, comm, device)
-    videos = run.open()
-    if videos:
-        run.load()
+    if videos := run.open():
         for video in videos:
             run.ask(video)
-        agree(comm, "evidence index", run.write_index)
         run.report()
     return run.report_faults()
 
@@ -148,25 +138,26 @@ class VideoRun:
         self._parts: Counter[str] = Counter()  # seconds; Counter adds them
 
     def open(self) -> list[_Video]:
-        """Open all inputs; of several videos, return those that can be used."""
+        """Open all inputs, and load the model; of several videos, return those that can be used."""
+
+        def names(videos: Sequence[_Video]) -> dict[str, Any]:
+            # Directories may differ, because each node may have its own copy.
+            return {"videos": [os.path.basename(video.name) for video in videos] if len(videos) > 1 else 1}
+
         with self._times.measure("open"):
             self._engine = Engine(self._args, self._comm, self._device)
-            self._videos = agree(self._comm, "inputs", self._inputs, _common_names)
-            self._several = len(self._videos) > 1
+            self._videos = agree(self._comm, "inputs", lambda: _videos(self._args, create=self._shown), names)
             opened = []
             for video in self._videos:
                 step = partial(agree, self._comm, "inputs", partial(self._open_video, video), _Video.facts)
-                found, fault = self._engine.settled(step)
+                usable, fault = self._engine.settled(step)
                 if fault is not None:
                     self._fail(fault)
-                opened += [] if found is None else [found]
+                opened += [] if usable is None else [usable]
+        if opened:
+            with self._times.measure("load"):
+                self._engine.load()
         return opened
-
-    def _inputs(self) -> Sequence[_Video]:
-        videos = _video_inputs(self._args)
-        if self._comm.rank == 0:
-            _create_outputs(self._args)
-        return videos
 
     def _open_video(self, video: _Video) -> _Video:
         args, chat_format, frames = self._args, self._engine.chat_format, self._args.frame_choice().over(DEFAULT_FRAMES)
@@ -175,18 +166,14 @@ class VideoRun:
             source = VideoSource.open(video.video, **vars(frames), **args.decoding())
         if video.features is not None:
             store = open_store(video.features, args.model, chat_format, source, args.frame_choice())
-        if self._comm.rank == 0 and video.save_to is not None and source is not None:
+        if self._shown and video.save_to is not None and source is not None:
             meta = feature_meta(source, args.model, chat_format, frames)
             require_replaceable(video.save_to, meta)
         return replace(video, source=source, store=store, feature_meta=meta)
 
-    def load(self) -> None:
-        with self._times.measure("load"):
-            self._engine.load()
-
     def ask(self, video: _Video) -> None:
         """Encode or read a video, and ask all questions about it."""
-        begun: list[Conversation] = []
+        args, begun = self._args, list[Conversation]()
 
         def on_start(conversation: Conversation) -> None:
             begun.append(conversation)
@@ -195,7 +182,7 @@ class VideoRun:
             self._frames += encoded.frames
             self._parts.update(encoded.seconds)
             self._visual_tokens += encoded.visual_tokens
-            if self._several and self._shown and self._args.question:
+            if len(self._videos) > 1 and self._shown and args.question:
                 say(f"== {video.name} ==\n")
 
         def sources() -> list[FrameSource]:
@@ -204,40 +191,45 @@ class VideoRun:
             assert video.store is not None  # AskOptions requires --video or --features
             return [self._engine.chat_format.stored_frames(video.store.total_frames, video.store.meta)]
 
-        outcomes = self._engine.answers(
-            [self._job(question) for question in self._args.question],
-            sources=sources,
-            encode=partial(self._encode, video),
-            on_start=on_start,
-            together=True,
-        )
-        evidence = []
+        several = len(args.question) > 1
+        jobs = [
+            _PrintedJob(
+                messages=question_about(1, question),
+                sampling=args.sampling(),
+                evidence=args.evidence or (0 if args.evidence_html is None else MOMENTS),
+                heading=(f"> {question}\n" if several else "") if self._shown else None,
+            )
+            for question in args.question
+        ]
+        encode = partial(self._encode, video)
+        outcomes = self._engine.answers(jobs, sources=sources, encode=encode, on_start=on_start, together=True)
+        evidence: list[tuple[str, Evidence]] = []
         for number, outcome in enumerate(outcomes):
             if not begun:  # the video cannot be used, or a question is too long
                 self._fail(outcome)
                 return
-            question = self._args.question[number]
+            question = args.question[number]
             if isinstance(outcome, JobError):
-                self._fail_answer(video, question, outcome)
+                if not isinstance(outcome.cause, NonFiniteLogitsError):
+                    raise outcome.cause
+                self._answers.append((video.name, question, outcome.cause))
+                if self._shown and (several or len(self._videos) > 1):
+                    note(f"error: {outcome}")
                 continue
             self._answers.append((video.name, question, outcome))
             if outcome.evidence is not None:
                 evidence.append((question, outcome.evidence))
-                if self._shown and self._args.evidence:
+                if self._shown and args.evidence:
                     note(outcome.evidence.describe())
-        if (page := video.page) is not None:
-            agree(self._comm, "evidence page", lambda: self._write_page(video.name, page, evidence, begun[0].sources))
 
-    def _job(self, question: str) -> _PrintedJob:
-        args = self._args
-        moments = args.evidence or (0 if args.evidence_html is None else MOMENTS)
-        heading = f"> {question}\n" if len(args.question) > 1 else ""
-        return _PrintedJob(
-            messages=question_about(1, question),
-            sampling=args.sampling(),
-            evidence=moments,
-            heading=heading if self._shown else None,
-        )
+        def write_page() -> None:
+            if self._shown and evidence:
+                facts = str(video.page), evidence, begun[0].sources
+                write_evidence_page(*facts, name=video.name, model=args.model)
+                self._pages.append(index_entry(video.name, *facts))
+
+        if video.page is not None:
+            agree(self._comm, "evidence page", write_page)
 
     def _encode(self, video: _Video, conversation: Conversation) -> None:
         """Encode a video and save its features, or read them."""
@@ -249,7 +241,7 @@ class VideoRun:
                 load = partial(load_video, video.store, engine.chat_format, comm, **place)
                 conversation.encoded = agree(comm, "features", load)
             return
-        with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and comm.rank == 0) as bar:
+        with self._times.measure(ENCODE_STAGE), FramesBar(args.progress and self._shown) as bar:
             conversation.encode(bar)
         if video.save_to is not None and conversation.encoded is not None:
             with self._times.measure("save"):
@@ -257,43 +249,21 @@ class VideoRun:
 
     def _fail(self, fault: JobError) -> None:
         """Report a video that cannot be used; raise the error if there is no other one, or if it is not the video's."""
-        if not self._several or not fault.of_the_input or isinstance(fault.cause, NonFiniteLogitsError):
+        if len(self._videos) == 1 or not fault.of_the_input or isinstance(fault.cause, NonFiniteLogitsError):
             raise fault.cause
         self._faults.append(first_line(fault))
         if self._shown:
             note(f"error: {self._faults[-1]}")
 
-    def _fail_answer(self, video: _Video, question: str, fault: JobError) -> None:
-        """Report a question whose logits are not finite; raise any other error."""
-        if not isinstance(fault.cause, NonFiniteLogitsError):
-            raise fault.cause
-        self._answers.append((video.name, question, fault.cause))
-        if self._shown and (self._several or len(self._args.question) > 1):
-            note(f"error: {fault}")
-
-    def _write_page(self, name: str, page: str, found: Sequence[tuple[str, Evidence]], sources: Sequence[Any]) -> None:
-        if self._shown and found:
-            write_evidence_page(page, found, sources, name=name, model=self._args.model)
-            self._pages.append(index_entry(name, page, found, sources))
-
-    def write_index(self) -> None:
-        """Write the index of the evidence pages if there are several videos, and print what was written."""
-        path = self._args.evidence_html
-        if path is None or not self._pages:
-            return
-        if self._several:
-            write_evidence_index(path, self._pages, self._faults, self._args.model)
-        also = f", the index of {len(self._pages)} pages" if self._several else ""
-        note(f"evidence page: {path}{also}")
-
     def report(self) -> None:
-        """Write times and memory of all ranks to stderr, and the report to its file."""
+        """Write the index of the pages, the report, and to stderr the times and memory of all ranks."""
+        agree(self._comm, "evidence index", self._write_index)
         patch = patch_of(self._engine.model)
         sent = patch.context.comm.bytes.total if patch else 0
         microseconds = [round(1e6 * self._parts[part]) for part in PARTS]
         facts = [round(peak_memory(self._device) * 1024), sent, self._visual_tokens, *microseconds]
         rows = self._comm.gather_ints(facts)
-        if self._comm.rank:
+        if not self._shown:
             return
         parts = [{part: value / 1e6 for part, value in zip(PARTS, row[3:], strict=True)} for row in rows]
         values: dict[str, Any] = {
@@ -307,93 +277,92 @@ class VideoRun:
             "device": self._device.type,
             "encoding_seconds": parts if any(self._parts.values()) else [],  # of each of `PARTS`, which overlap
         }
-        note(_summary(values, [answer for *_, answer in self._answers if isinstance(answer, Answer)]))
+        answers = [answer for *_, answer in self._answers if isinstance(answer, Answer)]
+        note(_summary(values, answers))
         if self._args.report:
-            values |= _answer_values(self._answers, values)
+            for video, question, answer in self._answers:
+                row: dict[str, Any] = {"video": video, "question": question}
+                if isinstance(answer, Answer):  # without the attention of each token
+                    row |= asdict(replace(answer, evidence=None)) | evidence_values(answer.evidence)
+                else:
+                    row["error"] = str(answer)
+                values["answers"].append(row)
+            values["seconds"]["prefill"] = round(sum(answer.prefill_seconds for answer in answers), 4)
+            values["seconds"]["generate"] = round(sum(answer.decode_seconds for answer in answers), 4)
             write_text(self._args.report, json.dumps(values, indent=1, allow_nan=False) + "\n")
+
+    def _write_index(self) -> None:
+        """Write the index of the evidence pages if there are several videos, and print what was written."""
+        path, several = self._args.evidence_html, len(self._videos) > 1
+        if path is None or not self._pages:
+            return
+        if several:
+            write_evidence_index(path, self._pages, self._faults, self._args.model)
+        note(f"evidence page: {path}" + (f", the index of {len(self._pages)} pages" if several else ""))
 
     def report_faults(self) -> int:
         """Report the videos and questions without an answer; return their number, or raise if no other has one."""
-        if self._faults:
-            text = f"{len(self._faults)} of {len(self._videos)} videos cannot be used; the first: {self._faults[0]}"
-            if len(self._faults) == len(self._videos):
-                agree(self._comm, "videos", error=VideoError(text))
-            if self._comm.rank == 0:
-                note(f"error: {text}")
-        failed = [answer for *_, answer in self._answers if not isinstance(answer, Answer)]
-        if failed:
-            text = f"{len(failed)} of {len(self._answers)} questions have no answer; the first: {failed[0]}"
-            if len(failed) == len(self._answers):
-                agree(self._comm, "answers", error=NonFiniteLogitsError(text))
-            if self._comm.rank == 0:
-                note(f"error: {text}")
+        failed = [str(answer) for *_, answer in self._answers if not isinstance(answer, Answer)]
+        for faults, count, what, kind in (
+            (self._faults, len(self._videos), "videos cannot be used", VideoError),
+            (failed, len(self._answers), "questions have no answer", NonFiniteLogitsError),
+        ):
+            if faults:
+                text = f"{len(faults)} of {count} {what}; the first: {faults[0]}"
+                if len(faults) == count:
+                    agree(self._comm, what, error=kind(text))
+                if self._shown:
+                    note(f"error: {text}")
         return len(self._faults) + len(failed)
 
 
-def _common_names(videos: Sequence[_Video]) -> dict[str, Any]:
-    """Return what all ranks must have in common. Directories may differ, because each node may have its own copy."""
-    return {"videos": [os.path.basename(video.name) for video in videos] if len(videos) > 1 else 1}
+def _videos(args: AskOptions, *, create: bool) -> list[_Video]:
+    """Return the videos of a run, with the paths of their outputs.
 
-
-def _video_inputs(args: AskOptions) -> Sequence[_Video]:
+    Args:
+        create: create the output files and directories now, so that errors do not occur after a long encoding.
+    """
+    videos: list[_Video] = []
     if args.features is not None:
-        stores = [args.features] if Path(args.features, FeatureStore.INDEX).exists() else _stores_in(args.features)
+        stores = sorted(str(path.parent) for path in Path(args.features).glob(f"*/{FeatureStore.INDEX}"))
+        if not stores or Path(args.features, FeatureStore.INDEX).exists():  # without any, opening it raises an error
+            stores = [args.features]
         if len(stores) > 1 and args.video:
             raise ConfigError(
                 f"--features {args.features} has the features of {len(stores)} videos; give one of its directories to "
                 "compare with --video"
             )
-        given = [_Video(video=next(iter(args.video), None), features=store) for store in stores]
-        return _with_outputs(args, given)
-    files = [file for name in args.video for file in _video_files(name)]
-    return _with_outputs(args, [_Video(video=file) for file in files])
-
-
-def _with_outputs(args: AskOptions, videos: Sequence[_Video]) -> Sequence[_Video]:
-    """Return the videos with the paths of their outputs: of several, each has its own feature directory and page."""
+        videos = [_Video(video=next(iter(args.video), None), features=store) for store in stores]
+    else:
+        for name in args.video:
+            files = [name]
+            if os.path.isdir(name):
+                files = sorted(str(path) for path in Path(name).iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
+            if not files:
+                suffixes = ", ".join(sorted(VIDEO_SUFFIXES))
+                raise ConfigError(f"--video {name}: no video in this directory (by the names {suffixes})")
+            videos += [_Video(video=file) for file in files]
+    if create and args.save_features is not None:
+        require_writable_directory("save_features", args.save_features)
+    for option in ("report", "evidence_html") if create else ():
+        path = getattr(args, option)
+        if path is not None:
+            with writing(f"--{option} {path}", "", "choose another path", ConfigError):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            require_writable(option, path)
     if len(videos) == 1:
         return [replace(videos[0], save_to=args.save_features, page=args.evidence_html)]
     used: Counter[str] = Counter()
-    found = []
-    for video in videos:
+    for number, video in enumerate(videos):  # each has its own feature directory and page
         name = os.path.basename(video.name)
         used[name] += 1
         label = name if used[name] == 1 else f"{name}-{used[name]}"
         save_to = args.save_features and os.path.join(args.save_features, label)
         page = args.evidence_html
         if page is not None:
-            page = str(Path(page).with_name(f"{Path(page).stem}-{label}{Path(page).suffix}"))
-        found.append(replace(video, save_to=save_to, page=page))
-    return found
-
-
-def _stores_in(directory: str) -> Sequence[str]:
-    """Return the feature stores in a directory; if there are none, the directory itself, so that opening it raises an
-    error."""
-    return [str(path.parent) for path in sorted(Path(directory).glob(f"*/{FeatureStore.INDEX}"))] or [directory]
-
-
-def _video_files(name: str) -> list[str]:
-    if not os.path.isdir(name):
-        return [name]
-    found = sorted(str(path) for path in Path(name).iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
-    if not found:
-        raise ConfigError(
-            f"--video {name}: no video in this directory (by the names {', '.join(sorted(VIDEO_SUFFIXES))})"
-        )
-    return found
-
-
-def _create_outputs(args: AskOptions) -> None:
-    """Create the output files and directories now, so that errors do not occur after a long encoding."""
-    if args.save_features is not None:
-        require_writable_directory("save_features", args.save_features)
-    for name in ("report", "evidence_html"):
-        path = getattr(args, name)
-        if path is not None:
-            with writing(f"--{name} {path}", "", "choose another path", ConfigError):
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-            require_writable(name, path)
+            page = str(Path(page).with_stem(f"{Path(page).stem}-{label}"))
+        videos[number] = replace(video, save_to=save_to, page=page)
+    return videos
 
 
 def _summary(values: Mapping[str, Any], answers: Sequence[Answer]) -> str:
@@ -419,19 +388,3 @@ def _summary(values: Mapping[str, Any], answers: Sequence[Answer]) -> str:
         f"{values['frames']} frames, {values['visual_tokens']} visual tokens on {ranks}; {', '.join(stages)}; "
         f"peak memory by rank ({kind}) {memory} MiB"
     )
-
-
-def _answer_values(
-    answered: Sequence[tuple[str, str, Answer | NonFiniteLogitsError]], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what the report says of the answers: each of them, without the attention of each token, and their time."""
-    rows, times = [], Counter({"prefill": 0.0, "generate": 0.0})
-    for video, question, answer in answered:
-        if not isinstance(answer, Answer):
-            rows.append({"video": video, "question": question, "error": str(answer)})
-            continue
-        times.update({"prefill": answer.prefill_seconds, "generate": answer.decode_seconds})
-        values_of_answer = asdict(replace(answer, evidence=None)) | evidence_values(answer.evidence)
-        rows.append({"video": video, "question": question, **values_of_answer})
-    seconds = {name: round(time, 4) for name, time in times.items()}
-    return {"answers": rows, "seconds": values["seconds"] | seconds}

@@ -40,44 +40,31 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.text import Rows
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.runtime.visual_tokens import FrameTokens
-from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length, take_spans
+from mllm_seqpar.sharding import FrameSizes, in_frame_order, span_length, take_spans
 
 SCORES = 1 << 24
 """Scores that are computed at once: 64 MiB in float32."""
 
 
+@dataclass(kw_only=True, eq=False)
 class TokenRowRecorder:
-    """Adds up the attention of one row of each layer of one pass to the keys of this rank.
+    """Adds up the attention of one row of each layer of one pass to the keys of this rank."""
 
-    Args:
-        comm: the group.
-        frames: the visual tokens of the row's sample.
-        keys: (K,) the positions in the text of the keys that this rank has; on the CPU. None: every rank has all.
-        last: the position of the row in the text.
-        row: the row of the tensors on this rank; None if another rank has it.
-        length: the number of tokens of the pass.
-        sharded: whether only one rank has the row.
-        valid: (tokens,) bool, the tokens that may be attended to, on any device; None: all.
-    """
+    comm: Communicator
+    frames: FrameTokens  # the visual tokens of the row's sample
+    keys: Tensor | None  # (K,) the positions in the text of the keys of this rank, on the CPU; None: it has all
+    last: int  # the position of the row in the text
+    row: int | None  # the row of the tensors on this rank; None if another rank has it
+    length: int  # tokens of the pass
+    sharded: bool  # whether only one rank has the row
+    valid: Tensor | None  # (tokens,) bool, the tokens that may be attended to; None: all
 
-    def __init__(
-        self,
-        comm: Communicator,
-        frames: FrameTokens,
-        keys: Tensor | None,
-        last: int,
-        row: int | None,
-        length: int,
-        sharded: bool,
-        valid: Tensor | None,
-    ) -> None:
-        self.length, self.total_frames = length, frames.total
-        self._comm, self._frames, self._keys, self._last, self._row = comm, frames, keys, last, row
-        self._sharded = sharded
-        self._valid = None if valid is None else valid.cpu()
+    def __post_init__(self) -> None:
+        self.total_frames = self.frames.total
+        self.valid = None if self.valid is None else self.valid.cpu()
         self._slots: dict[tuple[int | None, int], Tensor] = {}
         self._windows: set[int | None] = set()
-        self._layers, self._sum = 0, torch.zeros(frames.total)
+        self._layers, self._sum = 0, torch.zeros(self.total_frames)
 
     def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
         """Add the shares of a layer, given q (1, H, s, D) and the final lse (1, H, s), or None if the keys are all."""
@@ -89,14 +76,14 @@ class TokenRowRecorder:
         wide = torch.promote_types(torch.float32, q.dtype)
         self._sum = self._sum.to(q.device, wide)  # also where no layer of this rank adds to it: all ranks are summed
         total: Tensor | None
-        if self._sharded:
+        if self.sharded:
             assert lse is not None, "sharded rows have a log-sum-exp"
             stored = q.new_zeros(q.shape[1], q.shape[3] + 1, dtype=wide)
-            if self._row is not None:
-                stored = torch.cat([q[0, :, self._row].to(wide), lse[0, :, self._row, None].to(wide)], 1)
-            stored = self._comm.all_reduce(stored, "evidence")  # all ranks but one have zeros
+            if self.row is not None:
+                stored = torch.cat([q[0, :, self.row].to(wide), lse[0, :, self.row, None].to(wide)], 1)
+            stored = self.comm.all_reduce(stored, "evidence")  # all ranks but one have zeros
             row, total = stored[:, :-1], stored[:, -1:]
-        elif self._keys is None and number % self._comm.size != self._comm.rank:
+        elif self.keys is None and number % self.comm.size != self.comm.rank:
             return
         else:
             row, total = q[0, :, -1].to(wide), None if lse is None else lse[0, :, -1:].to(wide)
@@ -113,9 +100,9 @@ class TokenRowRecorder:
 
     def visible_frames(self) -> Tensor:
         """Return (F,) bool, on every rank the same: whether some layer lets the row attend to some token of a frame."""
-        positions, found = self._frames.positions, torch.zeros(self.total_frames, dtype=torch.bool)
+        positions, found = self.frames.positions, torch.zeros(self.total_frames, dtype=torch.bool)
         window = None if None in self._windows else max((w for w in self._windows if w is not None), default=None)
-        found[self._frames.frames[self._is_visible(positions, window)]] = True
+        found[self.frames.frames[self._is_visible(positions, window)]] = True
         return found
 
     def _slot_of_keys(self, keys: GivenKeys, device: torch.device) -> Tensor:
@@ -123,22 +110,22 @@ class TokenRowRecorder:
         count = keys.k.shape[2]
         name = keys.window, count
         if name not in self._slots:
-            positions = self._keys
+            positions = self.keys
             if positions is None:  # a window's cache has the last keys only
-                positions = torch.arange(self._last + 1 - count, self._last + 1)
-            table = torch.full((self._last + 1,), self.total_frames)
-            table[self._frames.positions] = self._frames.frames
+                positions = torch.arange(self.last + 1 - count, self.last + 1)
+            table = torch.full((self.last + 1,), self.total_frames)
+            table[self.frames.positions] = self.frames.frames
             visible = self._is_visible(positions, keys.window)
-            slots = torch.where(visible, table[positions.clamp(max=self._last)], self.total_frames + 1)
+            slots = torch.where(visible, table[positions.clamp(max=self.last)], self.total_frames + 1)
             self._slots[name] = copy_to_device(slots, device)
         return self._slots[name]
 
     def _is_visible(self, positions: Tensor, window: int | None) -> Tensor:
-        visible = positions <= self._last
+        visible = positions <= self.last
         if window is not None:
-            visible &= positions > self._last - window
-        if self._valid is not None:
-            visible &= self._valid[positions.clamp(max=self._last)]
+            visible &= positions > self.last - window
+        if self.valid is not None:
+            visible &= self.valid[positions.clamp(max=self.last)]
         return visible
 
 
@@ -152,48 +139,37 @@ def _scores(row: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 class LayerRow(NamedTuple):
-    """What one cross-attention layer stores of a row.
+    """What one cross-attention layer stores of a row."""
 
-    Attributes:
-        q: (H, D).
-        k: (1, G, keys of this rank, D) of each part of the visual KV cache, which stores them.
-        lse: (H,), or None if the keys of this rank are all keys.
-        scale: factor of q k^T.
-        jointly: whether the softmax also has keys of the text.
-    """
-
-    q: Tensor
-    k: Sequence[Tensor]
-    lse: Tensor | None
-    scale: float
-    jointly: bool
+    q: Tensor  # (H, D)
+    k: Sequence[Tensor]  # (1, G, keys of this rank, D) of each part of the visual KV cache, which stores them
+    lse: Tensor | None  # (H,), or None if the keys of this rank are all keys
+    scale: float  # factor of q k^T
+    jointly: bool  # whether the softmax also has keys of the text
 
 
+@dataclass(kw_only=True, eq=False)
 class RowRecorder:
-    """Stores one row of each cross-attention layer of one pass.
+    """Stores one row of each cross-attention layer of one pass."""
 
-    Args:
-        cache: K and V of the frames.
-        mask: the frame mask of all rows of the pass, (1, rows).
-        row: the row of the tensors on this rank; None if another rank holds it.
-        length: the number of tokens of the pass.
-    """
+    cache: VisualKVCache  # K and V of the frames
+    mask: FrameMask  # of all rows of the pass, (1, rows)
+    row: int | None  # the row of the tensors on this rank; None if another rank has it
+    length: int  # tokens of the pass
+    sharded: bool  # whether only one rank has the row
 
-    def __init__(self, cache: VisualKVCache, mask: FrameMask, row: int | None, length: int) -> None:
-        self.cache, self.length, self._mask, self._row = cache, length, mask, row
+    def __post_init__(self) -> None:
         self._layers: list[LayerRow] = []
-        self.sharded = False
-        """Whether only one rank holds the row."""
 
     def add(self, q: Tensor, keys: Sequence[Keys], lse: Tensor | None, scale: float) -> None:
         """Store the row of a softmax over frames, given q (1, H, s, D) and the final lse (1, H, s) or None."""
         for each in keys:
             if each.spec.masks.keys_are_rows:
                 continue
-            if self._row is None:
+            if self.row is None:
                 row, total = q.new_zeros(q.shape[1], q.shape[3]), None if lse is None else lse.new_zeros(q.shape[1])
             else:  # copies, so that the other rows can be freed
-                row, total = q[0, :, self._row].clone(), None if lse is None else lse[0, :, self._row].clone()
+                row, total = q[0, :, self.row].clone(), None if lse is None else lse[0, :, self.row].clone()
             self._layers.append(LayerRow(row, each.stored, total, scale, len(keys) > 1))
 
     @property
@@ -202,7 +178,7 @@ class RowRecorder:
 
     def visible_units(self) -> Tensor:
         """Return a bool for each unit of all ranks: whether the row attends to it."""
-        return self._mask.take(torch.tensor([self._mask.shape[1] - 1])).table()[0, 0]
+        return self.mask.take(torch.tensor([self.mask.shape[1] - 1])).table()[0, 0]
 
     def layers(self, comm: Communicator) -> list[LayerRow]:
         """Return the rows of all layers, on every rank."""
@@ -219,13 +195,6 @@ class RowRecorder:
 
 AnyRecorder = RowRecorder | TokenRowRecorder
 _CHANGED = "the frames changed while the answer was generated; pass the same frames to every token"
-
-
-def _row_of_last(positions: Tensor | None, length: int) -> int | None:
-    """Return the row of the last of `length` tokens on this rank, given the positions of its rows; None: elsewhere."""
-    if positions is None:
-        return -1
-    return next(iter((positions == length - 1).nonzero().flatten().tolist()), None)
 
 
 def _visible_tokens(mask: Any) -> Tensor | None:
@@ -285,85 +254,47 @@ class AttentionRecord:
         self._passes = []
 
     def begin_rows(self, running: Pass, rows: Rows) -> AnyRecorder | None:
-        """Return the recorder of the last row of a part of the rows of a pass; None if it has no frames."""
-        inputs, attended, cache_state = running.inputs, running.attended, running.cache_state
-        assert cache_state is not None
-        positions = None if rows.text is None else rows.text.positions(self._comm.rank)
-        if attended is not None:
-            assert isinstance(attended.source, VisualKVCache)
-            return self.begin_pass(attended.source, attended.mask, inputs.length, positions)
-        if cache_state.frame_tokens is None:  # of a decoder-only model only
-            return None
-        stored = None if cache_state.text_kv is None else cache_state.text_kv.positions
-        return self.begin_token_pass(
-            cache_state.frame_tokens,
-            cache_state.rows_of(inputs.batch),
-            inputs.length,
-            inputs.past_length + inputs.length - 1,
-            keys=stored if positions is None else positions,
-            positions=positions,
-            valid=_visible_tokens(inputs.attention_mask),
-        )
-
-    def begin_pass(
-        self, cache: VisualKVCache, mask: FrameMask, length: int, positions: Tensor | None = None
-    ) -> RowRecorder:
-        """Return the recorder of the last row of a pass of `length` tokens.
-
-        Args:
-            cache: K and V of the frames.
-            mask: the frame mask of all rows.
-            length: tokens of the pass.
-            positions: the positions of this rank's rows, if they are sharded.
+        """Return the recorder of the last row of a part of the rows of a pass; None if it has no frames.
 
         Raises:
             ConfigError: the pass has several samples, or beams, or is differentiated.
         """
-        self._require_one_row(mask.shape[0])
-        recorder = RowRecorder(cache, mask, _row_of_last(positions, length), length)
-        recorder.sharded = positions is not None
-        self._passes.append(recorder)
-        return recorder
-
-    def begin_token_pass(
-        self,
-        frames: FrameTokens,
-        sample: Tensor,
-        length: int,
-        last: int,
-        *,
-        keys: Tensor | None = None,
-        positions: Tensor | None = None,
-        valid: Tensor | None = None,
-    ) -> TokenRowRecorder:
-        """Return the recorder of the last row of a pass of a decoder-only model.
-
-        Args:
-            frames: the visual tokens of the text so far.
-            sample: (B,) the sample that each row of the pass continues.
-            length: tokens of the pass.
-            last: the position of the last row in the whole text.
-            keys: the positions of the keys that this rank has; None: every rank has all.
-            positions: the positions of this rank's rows, if they are sharded.
-            valid: (tokens,) bool, which tokens may be attended to; None: all.
-
-        Raises:
-            ConfigError: as for `begin_pass`.
-        """
-        self._require_one_row(sample.numel())
-        row, own = _row_of_last(positions, last + 1), frames.of_sample(int(sample[0]))
-        recorder = TokenRowRecorder(self._comm, own, keys, last, row, length, positions is not None, valid)
-        self._passes.append(recorder)
-        return recorder
-
-    def _require_one_row(self, rows: int) -> None:
+        inputs, attended, cache_state = running.inputs, running.attended, running.cache_state
+        assert cache_state is not None
+        if attended is None and cache_state.frame_tokens is None:  # of a decoder-only model only
+            return None
+        # (B,) the sample that each row continues
+        samples = cache_state.rows_of(inputs.batch) if attended is None else torch.arange(attended.mask.shape[0])
         if torch.is_grad_enabled():
             raise ConfigError("the attention over frames is recorded without gradients; use torch.no_grad()")
-        if rows != 1:
+        if samples.numel() != 1:
             raise ConfigError(
-                f"the attention over frames is recorded for one sample without beams; this pass has {rows} rows of "
-                "text; ask one question at a time"
+                f"the attention over frames is recorded for one sample without beams; this pass has "
+                f"{samples.numel()} rows of text; ask one question at a time"
             )
+        positions = None if rows.text is None else rows.text.positions(self._comm.rank)
+        last = inputs.length - 1 if attended is not None else inputs.past_length + inputs.length - 1
+        row: int | None = -1
+        if positions is not None:
+            row = next(iter((positions == last).nonzero().flatten().tolist()), None)
+        place: dict[str, Any] = {"row": row, "length": inputs.length, "sharded": positions is not None}
+        recorder: AnyRecorder
+        if attended is not None:
+            assert isinstance(attended.source, VisualKVCache)
+            recorder = RowRecorder(cache=attended.source, mask=attended.mask, **place)
+        else:
+            assert cache_state.frame_tokens is not None
+            stored = None if cache_state.text_kv is None else cache_state.text_kv.positions
+            recorder = TokenRowRecorder(
+                comm=self._comm,
+                frames=cache_state.frame_tokens.of_sample(int(samples[0])),
+                keys=stored if positions is None else positions,
+                last=last,
+                valid=_visible_tokens(inputs.attention_mask),
+                **place,
+            )
+        self._passes.append(recorder)
+        return recorder
 
     @torch.no_grad()
     def result(self) -> FrameAttention:
@@ -376,23 +307,18 @@ class AttentionRecord:
         passes = self._passes[prompts[-1] if prompts else 0 :]  # a prompt may be prefilled in several passes
         agree(self._comm, "attention over frames", lambda: {"tokens": len(passes)}, dict)
         of_tokens = [one for one in passes if isinstance(one, TokenRowRecorder)]
-        of_layers = [one for one in passes if isinstance(one, RowRecorder)]
         if not passes or not passes[0].total_frames:
             raise ConfigError(
                 "no attention over frames was recorded: within record_attention, generate an answer about frames with "
                 "use_cache=True, then read the result"
             )
-        if of_tokens:
-            return self._token_shares(of_tokens)
-        return self._layer_shares(of_layers)
-
-    def _token_shares(self, passes: Sequence[TokenRowRecorder]) -> FrameAttention:
-        """Return the shares of a decoder-only model, whose passes have added up those of this rank's keys."""
-        if len({one.total_frames for one in passes}) > 1:
+        if not of_tokens:
+            return self._layer_shares([one for one in passes if isinstance(one, RowRecorder)])
+        if len({one.total_frames for one in of_tokens}) > 1:
             raise ConfigError(_CHANGED)
-        frames = torch.stack([one.shares() for one in passes])
+        frames = torch.stack([one.shares() for one in of_tokens])  # on this rank's keys
         frames = (frames if self._comm.size == 1 else self._comm.all_reduce(frames, "evidence")).cpu()
-        visible = torch.stack([one.visible_frames() for one in passes])
+        visible = torch.stack([one.visible_frames() for one in of_tokens])
         return FrameAttention(frames=frames, text=(1 - frames.sum(1)).clamp(min=0), visible=visible)
 
     def _layer_shares(self, passes: Sequence[RowRecorder]) -> FrameAttention:
@@ -412,17 +338,13 @@ class AttentionRecord:
                 "the family adapter of this model records no attention to frames; call ForwardState.frame_keys in it"
             )
         layers = [_unit_shares(list(layer), cache, own) for layer in zip(*rows, strict=True)]
-        units = torch.stack(layers).mean(0)
-        frames = _sum_units(self._gather(units, by_rank), sizes)
+        # (T, units of this rank) -> (T, units) of all ranks, in order, on the CPU
+        most = max(map(span_length, by_rank))
+        units = torch.nn.functional.pad(torch.stack(layers).mean(0), (0, most - own.shape[1]))
+        parts = [units] if self._comm.size == 1 else self._comm.all_gather(units, "evidence")
+        frames = _sum_units(in_frame_order([part.cpu() for part in parts], by_rank, dim=1), sizes)
         text = (1 - frames.sum(1)).clamp(min=0) if rows[0][0].jointly else frames.new_zeros(len(passes))
         return FrameAttention(frames=frames, text=text, visible=_sum_units(visible.float(), sizes) > 0)
-
-    def _gather(self, local: Tensor, by_rank: Sequence[Spans]) -> Tensor:
-        """(T, units of this rank) -> (T, units) of all ranks, in order, on the CPU."""
-        most = max(map(span_length, by_rank))
-        padded = torch.nn.functional.pad(local, (0, most - local.shape[1]))
-        parts = [padded] if self._comm.size == 1 else self._comm.all_gather(padded, "evidence")
-        return in_frame_order([part.cpu() for part in parts], by_rank, dim=1)
 
 
 def _sum_units(x: Tensor, sizes: FrameSizes) -> Tensor:
@@ -436,10 +358,7 @@ def _sum_units(x: Tensor, sizes: FrameSizes) -> Tensor:
 def _unit_shares(rows: Sequence[LayerRow], cache: VisualKVCache, visible: Tensor) -> Tensor:
     """Return (T, U), the mean over heads of the probability on each unit of this rank, in one layer.
 
-    Args:
-        rows: of each token.
-        cache: the cache that stores k.
-        visible: (T, U) bool, the units that a token attends to.
+    `rows` are those of each token, and `visible` (T, U) bool the units that a token attends to.
     """
     k, scale = rows[0].k, rows[0].scale
     heads, units = rows[0].q.shape[0], visible.shape[1]

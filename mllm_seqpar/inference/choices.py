@@ -26,13 +26,10 @@ def spellings(tokenizer: Any, prompt: Sequence[int], text: str) -> list[list[int
     None of them begins with another one. If the tokenizer would join the text with the end of the prompt, the tokens
     of the text alone are used.
     """
-    found: list[list[int]] = []
-    for spelled in (text, f" {text}"):
-        tokens = continuation(tokenizer, prompt, spelled)
-        if tokens and tokens not in found:
-            found.append(tokens)
-    found = found or [tokenizer.encode(text, add_special_tokens=False)]
-    return [tokens for tokens in found if not any(tokens[: len(o)] == o for o in found if o is not tokens)]
+    following = [continuation(tokenizer, prompt, spelled) for spelled in (text, f" {text}")]
+    ways = [tokens for tokens in following if tokens] or [tokenizer.encode(text, add_special_tokens=False)]
+    ways = ways[:1] if ways[0] == ways[-1] else ways
+    return [tokens for tokens in ways if not any(tokens[: len(o)] == o for o in ways if o is not tokens)]
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], text: str) -> list[int] | None:
@@ -52,10 +49,10 @@ def letter_log_likelihoods(
     ids = prompt.input_ids[0].tolist()
     spelled = [(letter, tokens) for letter in letters for tokens in spellings(tokenizer, ids, letter)]
     scores = conversation.log_likelihoods(prompt, [tokens for _, tokens in spelled])
-    found: dict[str, list[float]] = {letter: [] for letter in letters}
+    by_letter: dict[str, list[float]] = {letter: [] for letter in letters}
     for (letter, _), score in zip(spelled, scores, strict=True):
-        found[letter].append(score.log_likelihood)
-    return {letter: float(torch.tensor(values).double().logsumexp(0)) for letter, values in found.items()}
+        by_letter[letter].append(score.log_likelihood)
+    return {letter: float(torch.tensor(values).double().logsumexp(0)) for letter, values in by_letter.items()}
 
 
 def accuracy_table(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -30,7 +30,6 @@ from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar.chats.chat import ANY_MEDIA, Chat
 from mllm_seqpar.chats.chat_family import VIDEO_MARK, ChatText, chat_family
 from mllm_seqpar.chats.clip import FeatureFrames, FrameSource
-from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError, LengthError
 from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
@@ -56,24 +55,20 @@ PREFILL_CHUNK = 4096
 
 @dataclass(frozen=True)
 class Score:
-    """The likelihood of a continuation of a prompt.
+    """The likelihood of a continuation of a prompt."""
 
-    Attributes:
-        log_likelihood: the sum of the log-probabilities of the tokens, in nats.
-        is_greedy: whether each token is the most likely one.
-    """
-
-    log_likelihood: float
-    is_greedy: bool
+    log_likelihood: float  # the sum of the log-probabilities of the tokens, in nats
+    is_greedy: bool  # whether each token is the most likely one
 
 
 @dataclass
 class _LaterMedia:
-    """Media of a later turn: their features, and the length of the cache before the pass that brought them, or None."""
+    """Media of a later turn, from medium number `first` of the conversation on, and their features."""
 
+    first: int
     sources: tuple[FrameSource, ...]
     encoded: Encoded | None = None
-    first_token: int | None = None
+    first_token: int | None = None  # the length of the cache before the pass that brought them; None: no pass has
 
 
 class Conversation:
@@ -107,7 +102,10 @@ class Conversation:
         self.sources = tuple(sources)
         self._model: Any = model
         self._processor, self._chat_format = processor, chat_family(processor)
-        self._comm = _comm_of(model)
+        patch = patch_of(model)
+        if patch is None:
+            raise ConfigError("Conversation: the model is not patched; call patch_model(model) first")
+        self._comm = patch.context.comm
         self._batch, self._on_host = batch, on_host
         self.encoded = encoded
         self._later: list[_LaterMedia] = []
@@ -146,10 +144,10 @@ class Conversation:
                 f"{type(self._chat_format).__name__}: further media cannot follow those of a conversation of this "
                 "model, or it has none; begin a new conversation with all media"
             )
-        found = copy.copy(self)
-        found.sources += tuple(sources)
-        found._later = [*map(copy.copy, self._later), _LaterMedia(tuple(sources))]
-        return found
+        longer, later = copy.copy(self), _LaterMedia(len(self.sources), tuple(sources))
+        longer.sources += later.sources
+        longer._later = [*map(copy.copy, self._later), later]
+        return longer
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 0) -> ChatText:
         """Return the tokens of the messages, with the beginning of an answer.
@@ -204,27 +202,14 @@ class Conversation:
             self.encoded = encode(self._model, self._processor, self._first_sources, **options)
         for number, later in enumerate(self._later):
             if later.encoded is None:
-                later.encoded = encode(self._model, self._processor, later.sources, held=self._held(number), **options)
+                before = [self.encoded, *(earlier.encoded for earlier in self._later[:number])]
+                own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before if x is not None)
+                held = [units for (units,) in self._comm.gather_ints([own])]  # frames, or their tokens, of each rank
+                later.encoded = encode(self._model, self._processor, later.sources, held=held, **options)
 
     @property
     def _first_sources(self) -> tuple[FrameSource, ...]:
-        return self.sources[: len(self.sources) - sum(len(later.sources) for later in self._later)]
-
-    def _media_of(self, new: _LaterMedia | None) -> tuple[int, int]:
-        """Return the range of the media of a turn among all; None: those of the first."""
-        first, stop = 0, len(self._first_sources)
-        for later in self._later:
-            if new is None:
-                break
-            first, stop = stop, stop + len(later.sources)
-            new = None if later is new else new
-        return first, stop
-
-    def _held(self, number: int) -> list[int]:
-        """Return the units (frames, or their tokens) of each rank before the later media of that number."""
-        before = [self.encoded, *(later.encoded for later in self._later[:number])]
-        own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before if x is not None)
-        return [units for (units,) in self._comm.gather_ints([own])]
+        return self.sources[: self._later[0].first] if self._later else self.sources
 
     def answer(
         self,
@@ -253,7 +238,7 @@ class Conversation:
         self.encode()
         length = text.input_ids.shape[1]
         kept = self._keep_prefix(text)
-        tokenizer, found = self._processor.tokenizer, None
+        tokenizer = self._processor.tokenizer
         written = GeneratedText(tokenizer, self._comm, on_text, stop, interrupted)
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
         criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
@@ -265,29 +250,26 @@ class Conversation:
                     output = self._generate(text, new=new, streamer=written, stopping_criteria=criteria, **options)
                 attention = None if recorded is None else recorded.result()
         except PrefillInterrupted:
-            return Answer(
-                text="",
-                tokens=[],
-                prompt_tokens=length,
-                prefill_seconds=0.0,
-                decode_seconds=0.0,
-                finish_reason="interrupted",
-            )
-        tokens = output.sequences[0, length:].tolist()
+            nothing: dict[str, Any] = {"text": "", "tokens": [], "prefill_seconds": 0.0, "decode_seconds": 0.0}
+            return Answer(**nothing, prompt_tokens=length, finish_reason="interrupted")
+        tokens, seen = output.sequences[0, length:].tolist(), None
         if attention is not None:
             finite = all(bool(x.isfinite().all()) for x in (attention.frames, attention.text))
             require_finite(finite, "attention weights", self._dtype, self._comm)
             sizes = [size for source in self.sources for size in self._chat_format.group_sizes(source)]
-            found = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
+            seen = evidence_of(attention.split(sizes), tokens, tokenizer, self.sources, evidence)
+        ends = options.get("eos_token_id")
+        last = {ends} if isinstance(ends, int) else {*(ends or ()), *tokenizer.all_special_ids}
+        full = len(tokens) >= sampling.max_new_tokens and tokens[-1] not in last and not written.stopped
         return Answer(
             text=written.text,
             tokens=tokens,
             prompt_tokens=length,
             prefill_seconds=written.prefill_seconds,
             decode_seconds=written.decode_seconds,
-            finish_reason=self._finish_reason(written, tokens, sampling, options),
+            finish_reason="interrupted" if written.is_interrupted else "length" if full else "stop",
             cached_tokens=kept,
-            evidence=found,
+            evidence=seen,
         )
 
     def ask(self, question: str, sampling: Sampling | None = None, **options: Any) -> Answer:
@@ -313,29 +295,26 @@ class Conversation:
         Raises:
             NonFiniteLogitsError: on all ranks, if logits or a log-likelihood are NaN or infinite.
         """
-        known: dict[tuple[int, ...], Tensor] = {}
-        for tokens in continuations:
-            if tuple(tokens[:-1]) not in known:
-                known |= self._next_log_probabilities(text, tokens[:-1])
+        # The log-probabilities (vocabulary,), float64, of the token after each beginning of a continuation
+        following: dict[tuple[int, ...], Tensor] = {}
+        self.encode()
         scores = []
         for tokens in continuations:
-            rows = [(known[tuple(tokens[:number])], token) for number, token in enumerate(tokens)]
-            total = sum(float(row[token]) for row, token in rows)
-            scores.append(Score(total, all(int(row.argmax()) == token for row, token in rows)))
+            beginnings = [tuple(tokens[:number]) for number in range(len(tokens))]
+            if beginnings[-1] not in following:
+                new = self._prefill_in_chunks(text, self._keep_prefix(text))
+                sampling = Sampling(max_new_tokens=len(tokens))
+                options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
+                forced = ForcedTokens(text.input_ids.shape[1], tokens[:-1])
+                logits = self._generate(text, forced, new=new, output_logits=True, **options).logits
+                rows = [row[0].double().log_softmax(-1).cpu() for row in logits]
+                following |= dict(zip(beginnings, rows, strict=True))
+            steps = [(following[beginning], token) for beginning, token in zip(beginnings, tokens, strict=True)]
+            total = sum(float(row[token]) for row, token in steps)
+            scores.append(Score(total, all(int(row.argmax()) == token for row, token in steps)))
         finite = all(math.isfinite(score.log_likelihood) for score in scores)
         require_finite(finite, "log-likelihoods", self._dtype, self._comm)
         return scores
-
-    def _next_log_probabilities(self, text: ChatText, tokens: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
-        """Return the log-probabilities (vocabulary,), float64, of the token after each beginning of `tokens`."""
-        self.encode()
-        new = self._prefill_in_chunks(text, self._keep_prefix(text))
-        sampling = Sampling(max_new_tokens=len(tokens) + 1)
-        options = {**self._chat_format.generation(self._model), **sampling.generate_arguments(), "output_logits": True}
-        output = self._generate(text, ForcedTokens(text.input_ids.shape[1], tokens), new=new, **options)
-        return {
-            tuple(tokens[:number]): row[0].double().log_softmax(-1).cpu() for number, row in enumerate(output.logits)
-        }
 
     def _generate(
         self, text: ChatText, *processors: LogitsProcessor, new: _LaterMedia | None = None, **options: Any
@@ -351,7 +330,8 @@ class Conversation:
         past = 0 if self._cache is None else int(self._cache.get_seq_length())
         given: Mapping[str, Tensor] = self._chat_format.arguments(text)
         if self._later and (new is not None or not past):
-            given = self._chat_format.arguments_of_media(given, past, *self._media_of(new))
+            media = (0, len(self._first_sources)) if new is None else (new.first, new.first + len(new.sources))
+            given = self._chat_format.arguments_of_media(given, past, *media)
         arguments = {name: value.to(device) for name, value in given.items()}
         arguments |= self._feature_arguments(text, device, new)
         if self._cache is not None:
@@ -406,13 +386,13 @@ class Conversation:
 
     def _places(self, text: ChatText) -> list[tuple[tuple[int, int], _LaterMedia]]:
         """Return where the placeholders of later media begin and end, with these media; one is that of one frame."""
-        found, places = [], self._placeholders(text) if self._later else []
+        ranges, places = [], self._placeholders(text) if self._later else []
         done = sum(map(len, self._first_sources))
         for later in self._later:
             own = places[done : done + sum(map(len, later.sources))]
-            found.append(((own[0], own[-1] + 1), later))
+            ranges.append(((own[0], own[-1] + 1), later))
             done += len(own)
-        return found
+        return ranges
 
     def _end_token(self, options: Mapping[str, Any]) -> int:
         """Return a token that ends an answer; token 0 if none does."""
@@ -440,8 +420,8 @@ class Conversation:
     def _features_of(self, encoded: Encoded) -> dict[str, Any]:
         """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
         if encoded not in self._passed:
-            found = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
-            self._passed[encoded] = found
+            arguments = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
+            self._passed[encoded] = arguments
         return self._passed[encoded]
 
     def _keep_prefix(self, text: ChatText) -> int:
@@ -462,7 +442,8 @@ class Conversation:
         for (_, stop), later in self._places(text):
             if later.first_token is not None and kept < stop:
                 kept = min(kept, later.first_token)
-        if kept == 0 or short or kept < self._media_end(text):
+        places = self._placeholders(text)[: sum(map(len, self._first_sources)) if self._later else None]
+        if kept == 0 or short or kept <= max(places, default=-1):
             self._cache, kept = None, 0
         elif remove := len(self._cached_ids) - kept:
             self._cache.crop(-remove)
@@ -471,23 +452,6 @@ class Conversation:
             if later.first_token is not None and kept <= later.first_token:
                 later.first_token = None
         return kept
-
-    def _media_end(self, text: ChatText) -> int:
-        """Return the number of tokens up to the last placeholder of an image, later media excluded."""
-        places = self._placeholders(text)
-        if self._later:
-            places = places[: sum(map(len, self._first_sources))]
-        return max(places, default=-1) + 1
-
-    def _finish_reason(
-        self, written: GeneratedText, tokens: list[int], sampling: Sampling, options: dict[str, Any]
-    ) -> str:
-        if written.is_interrupted:
-            return "interrupted"
-        ends = options.get("eos_token_id")
-        ended = {ends} if isinstance(ends, int) else {*(ends or ()), *self._processor.tokenizer.all_special_ids}
-        long = len(tokens) >= sampling.max_new_tokens and tokens[-1] not in ended
-        return "length" if long and not written.stopped else "stop"
 
 
 def question_about(videos: int, question: str) -> list[dict[str, Any]]:
@@ -499,13 +463,6 @@ def question_about(videos: int, question: str) -> list[dict[str, Any]]:
     for piece in others:
         parts += [{"type": "video"}, {"type": "text", "text": piece}]
     return [{"role": "user", "content": [part for part in parts if part.get("text", True)]}]
-
-
-def _comm_of(model: nn.Module) -> Communicator:
-    patch = patch_of(model)
-    if patch is None:
-        raise ConfigError("Conversation: the model is not patched; call patch_model(model) first")
-    return patch.context.comm
 
 
 def answer(

@@ -22,7 +22,7 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from typing import Any, TextIO
 import torch
 
 from mllm_seqpar.chats.chat import Chat
-from mllm_seqpar.chats.chat_family import ChatText, chat_family
+from mllm_seqpar.chats.chat_family import ChatText
 from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.forms import read_record
@@ -47,7 +47,7 @@ from mllm_seqpar.videos.files import require_made_with
 from .arguments import AskOptions
 from .choices import accuracy_table, letter_log_likelihoods
 from .conversation import Conversation
-from .engine import Engine, RankGroups
+from .engine import DividedRanks, Engine
 from .evidence import evidence_values
 from .generation import Sampling
 from .job import Job, JobError
@@ -74,9 +74,12 @@ def answer_data_set(args: AskOptions, world: Communicator, device: torch.device)
     """
     engine = Engine(args, world, device)
     ranks = engine.ranks
-    questions, settings = agree(world, "inputs", lambda: _open(args, engine), lambda found: found[1])
+    questions = agree(world, "inputs", lambda: QuestionSet(args, engine), lambda read: read.settings)
     with closing(AnswerFile(args.output or "")) as file:
-        done = _resume(file, settings, ranks)
+        answered = agree(world, "output", lambda: [*file.resume(questions.settings)] if world.rank == 0 else [])
+        done = {*json.loads(world.gather_texts(json.dumps(answered))[0])}
+        agree(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
+        agree(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
         videos = [[question for question in group if question.index not in done] for group in questions.by_media()]
         mine = [group for group in videos if group][ranks.index :: ranks.count]
         if mine:
@@ -130,20 +133,16 @@ class Answerer:
         ranks, total = self._engine.ranks, sum(map(len, videos))
         title = "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
         with progress_bar(total, "question", title, self._args.progress and ranks.world.rank == 0) as bar:
-            for questions in videos:
-                for line in self.lines(questions):
+            for questions in videos:  # whose media are encoded once
+                jobs = [self._job(question) for question in questions]
+                asked = [job for job in jobs if not isinstance(job, str)]
+                sources = partial(self._questions.sources, questions[0])
+                outcomes = self._engine.answers(asked, sources=sources) if asked else iter(())
+                for question, job in zip(questions, jobs, strict=True):
+                    line = self._line(question, job if isinstance(job, str) else next(outcomes))
                     if ranks.group.rank == 0:
                         file.write(line)
                     bar.update()
-
-    def lines(self, questions: Sequence[Question]) -> Iterator[Line]:
-        """Yield the answer to each of several questions about the same videos and images, which are encoded once."""
-        jobs = [self._job(question) for question in questions]
-        asked = [job for job in jobs if not isinstance(job, str)]
-        sources = partial(self._questions.sources, questions[0])
-        outcomes = self._engine.answers(asked, sources=sources) if asked else iter(())
-        for question, job in zip(questions, jobs, strict=True):
-            yield self._line(question, job if isinstance(job, str) else next(outcomes))
 
     def _line(self, question: Question, outcome: Line | JobError | str) -> Line:
         """Return the line of a question with an answer, or why there is none."""
@@ -168,25 +167,7 @@ class Answerer:
         return _ChoiceJob(messages=messages, sampling=sampling, question=question, choice=question.choice)
 
 
-def _open(args: AskOptions, engine: Engine) -> tuple[QuestionSet, dict[str, Any]]:
-    """Return the questions, and what the answers depend on."""
-    questions = QuestionSet(args, engine.processor)
-    settings = {"model": engine.digest, "questions": questions.digest}
-    settings |= {name: getattr(args, name) for name in _SETTINGS} | {"evidence": args.evidence or None}
-    return questions, {**settings, "star": args.self_attention == "star"}
-
-
-def _resume(file: AnswerFile, settings: dict[str, Any], ranks: RankGroups) -> set[int]:
-    """Open the file on all ranks; return the numbers of the questions that it has answers to."""
-    world = ranks.world
-    answered = agree(world, "output", lambda: [*file.resume(settings)] if world.rank == 0 else [])
-    done = json.loads(world.gather_texts(json.dumps(answered))[0])
-    agree(world, "output", lambda: file.open(ranks.index) if ranks.group.rank == 0 else None)
-    agree(world, "output", lambda: file.require_parts(ranks.count) if world.rank == 0 else None)
-    return set(done)
-
-
-def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
+def _finish(file: AnswerFile, questions: QuestionSet, ranks: DividedRanks) -> int:
     """Write the answers in the order of the questions, and report them, on rank 0; return the number of errors."""
     if ranks.world.rank:
         return 0
@@ -209,27 +190,16 @@ def _finish(file: AnswerFile, questions: QuestionSet, ranks: RankGroups) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question of a data set.
+    """One question of a data set."""
 
-    Attributes:
-        index: the number of the record, from 0.
-        place: the place of the record, for messages; FILE:LINE of JSONL.
-        id: the record's own id, if it has one.
-        chat: system, user and earlier assistant messages; the last is the user's.
-        reference: the answer of the record, if it has one.
-        choice: the options of a multiple-choice question.
-        categories: the columns by which accuracy is reported.
-        fault: why the record is not a question; it then has no turns.
-    """
-
-    index: int
-    place: str
+    index: int  # the number of the record, from 0
+    place: str  # of the record, for messages; FILE:LINE of JSONL
     id: str | int | None = None
-    chat: Chat = Chat(())
-    reference: str | None = None
+    chat: Chat = Chat(())  # the last message is the user's
+    reference: str | None = None  # the answer of the record
     choice: MultipleChoice | None = None
     categories: Mapping[str, str] = field(default_factory=dict)
-    fault: str | None = None
+    fault: str | None = None  # why the record is not a question; it then has no turns
 
     @property
     def text(self) -> str:
@@ -242,24 +212,22 @@ class Question:
 
 
 class QuestionSet:
-    """The questions of a data set in any form that training reads.
-
-    Args:
-        args: `questions`, `media_root`, `template`, `choices` and the frame options.
-        processor: the model's.
+    """The questions of a data set in any form that training reads; `settings` are what their answers depend on.
 
     Raises:
         ConfigError: no question has options, and they are asked for.
         DataError: the data set cannot be read.
     """
 
-    def __init__(self, args: AskOptions, processor: Any) -> None:
+    def __init__(self, args: AskOptions, engine: Engine) -> None:
         assert args.questions is not None  # the caller's condition
         options: dict[str, Any] = {"media_root": args.media_root, "template": args.template, "on_bad_media": "skip"}
-        sampling = {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")}
-        self._dataset = ChatDataset(args.questions, processor, **options, **sampling, **args.decoding(), validate=False)
-        self.digest = self._dataset.digest
-        self._marks, self._template = chat_family(processor).marks, args.template
+        options |= {name: getattr(args, name) for name in ("fps", "num_frames", "max_frames")} | args.decoding()
+        self._dataset = ChatDataset(args.questions, engine.processor, **options, validate=False)
+        self.settings: dict[str, Any] = {"model": engine.digest, "questions": self._dataset.digest}
+        self.settings |= {name: getattr(args, name) for name in _SETTINGS}
+        self.settings |= {"evidence": args.evidence or None, "star": args.self_attention == "star"}
+        self._marks, self._template = engine.chat_format.marks, args.template
         self.questions = [self._question(index) for index in range(len(self._dataset))]
         if args.choices and not any(question.choice for question in self.questions):
             keys = ", ".join(OPTION_KEYS)
@@ -280,26 +248,27 @@ class QuestionSet:
 
     def _question(self, index: int) -> Question:
         place = self._dataset.records.place(index)
+        name = None
         try:
             record = self._dataset.records.record(index)
-        except DataError as error:
-            return Question(index=index, place=place, fault=str(error))
-        columns = record if isinstance(record, Mapping) else {}
-        name = next((columns[key] for key in _ID_KEYS if isinstance(columns.get(key), (str, int))), None)
-        try:
+            columns = record if isinstance(record, Mapping) else {}
+            name = next((columns[key] for key in _ID_KEYS if isinstance(columns.get(key), (str, int))), None)
             chat = read_record(record, template=self._template, marks=self._marks, answered=False)
+            has_options = "question" in columns and any(key in columns for key in OPTION_KEYS)
+            choice = read_choice(columns) if has_options else None
             turns = list(chat.turns)
-            choice = read_choice(columns) if _has_options(columns) else None
-            reference = None
-            if turns[-1].role == "assistant":
-                reference = turns.pop().text or None
+            reference = (turns.pop().text or None) if turns[-1].role == "assistant" else None
             if not turns or turns[-1].role != "user":
                 raise DataError("has no question; its last message, apart from an answer, must be the user's")
         except DataError as error:
             return Question(index=index, place=place, id=name, fault=str(error))
-        categories = {key: str(columns[key]) for key in _GROUPING_KEYS if isinstance(columns.get(key), _kinds(key))}
-        found: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
-        return Question(index=index, place=place, id=name, chat=Chat(tuple(turns)), **found)
+        categories = {
+            key: str(columns[key])
+            for key in _GROUPING_KEYS  # a duration that is a number is a time, which is not a category
+            if isinstance(columns.get(key), str if key == "duration" else (str, int))
+        }
+        facts: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
+        return Question(index=index, place=place, id=name, chat=Chat(tuple(turns)), **facts)
 
     def _key(self, question: Question) -> Hashable:
         """Return a key that is equal for equal files with equal sampling."""
@@ -314,20 +283,8 @@ def media_names(question: Question) -> list[str]:
     return [name for medium in question.media for name in medium.files]
 
 
-def _has_options(columns: Mapping[str, Any]) -> bool:
-    return "question" in columns and any(key in columns for key in OPTION_KEYS)
-
-
-def _kinds(key: str) -> tuple[type, ...]:
-    return (str,) if key == "duration" else (str, int)  # a number is a time, which is not a category
-
-
 class AnswerFile:
-    """The answers of one run, and the files that they are in.
-
-    Args:
-        path: the file; directories are created.
-    """
+    """The answers of one run, in the file `path` and its parts; directories are created."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -357,7 +314,17 @@ class AnswerFile:
             done = self._collect()
             answered = {index: line for index, line in done.items() if "error" not in line}
             if answered or (not done and self.path.exists() and self.path.stat().st_size):
-                self._require_same(file, settings)
+                files = ", ".join(str(path) for path in (self.path, *self._parts()) if path.exists())
+                remedy = f"give another --output, or delete {files} to begin again"
+                file.seek(0)
+                try:
+                    earlier = dict(json.loads(file.read()))
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"{self.path}: it is not empty, and {self._settings.name}, which says what its answers were "
+                        f"made with, cannot be read; {remedy}"
+                    ) from error
+                require_made_with(f"{self.path}: its answers", earlier, settings, remedy, ConfigError)
             else:
                 file.truncate(0)
                 file.write(json.dumps(dict(settings), indent=1) + "\n")
@@ -454,19 +421,6 @@ class AnswerFile:
             ) from error
         except OSError:  # a file system without locks
             pass
-
-    def _require_same(self, file: TextIO, settings: Mapping[str, Any]) -> None:
-        files = ", ".join(str(path) for path in (self.path, *self._parts()) if path.exists())
-        remedy = f"give another --output, or delete {files} to begin again"
-        file.seek(0)
-        try:
-            earlier = dict(json.loads(file.read()))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{self.path}: it is not empty, and {self._settings.name}, which says what its answers were made with, "
-                f"cannot be read; {remedy}"
-            ) from error
-        require_made_with(f"{self.path}: its answers", earlier, settings, remedy, ConfigError)
 
 
 def _encoded(line: Line) -> str:

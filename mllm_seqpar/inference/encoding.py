@@ -183,17 +183,9 @@ class _Encoder:
         return tuple(x.pin_memory() for x in cast) if self._on_cuda else cast
 
     def _moved(self, pixels: Pixels) -> Pixels:
-        """Return the pixels on the device, and start copying them; see `_use`."""
+        """Return the pixels on the device, and start copying them."""
         with torch.cuda.stream(self._copies), self.clock.measure_device("transfer"):
             return tuple(x.to(self._device, non_blocking=self._on_cuda) for x in pixels)
-
-    def _use(self, moved: Pixels) -> None:
-        """Make the current stream wait for the copies, and keep their memory until it has used them."""
-        if self._copies is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._copies)
-            for x in moved:
-                x.record_stream(current)
 
     def read(self, batches: Iterator[Pixels]) -> Pixels | None:
         """Return the next batch on the device, or None at the end or on failure, which `error` then holds."""
@@ -230,21 +222,26 @@ class _Encoder:
 
     def _run(self, pixels: Pixels | None) -> None:
         inputs = self._moved(self.prepared(self._chat_format.blank())) if pixels is None else pixels
-        self._use(inputs)
+        if self._copies is not None:  # the current stream waits for them, and their memory stays until it has used them
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._copies)
+            for x in inputs:
+                x.record_stream(current)
         with self.clock.measure_device("encode"):
             encoded = self._encode_pixels(*inputs)
         if self._features is None:
             shape = self._frames, *encoded.shape[1:]
             copies = HostCopies(self._device)
             self._features = copies.host_empty(shape, encoded.dtype) if self._on_host else encoded.new_empty(shape)
-        if pixels is not None and (self._uneven or encoded.shape[1:] != self._features.shape[1:]):
+        if pixels is None:
+            return
+        if self._uneven or encoded.shape[1:] != self._features.shape[1:]:
             if not self._uneven:
                 self._features = self._features[: self.done].flatten(0, 1)
             self._uneven.append(encoded.flatten(0, 1))
-            self.done += encoded.shape[0]
-        elif pixels is not None:
+        else:
             self._features[self.done : self.done + encoded.shape[0]] = encoded
-            self.done += encoded.shape[0]
+        self.done += encoded.shape[0]
 
 
 def encoder_of(model: Any, chat_format: ChatFamily) -> Callable[..., Tensor]:

@@ -3,7 +3,7 @@
 `ask`, for videos and for data sets, `chat`, `serve` and the model of lmms-eval have one engine each. It reads the
 processor, which is cheap, when it is created. `load` reads the model, after the program has checked its inputs.
 
-The ranks of the world form groups that work independently. The ranks of a group share each video (`RankGroups`).
+The ranks of the world form groups that work independently. The ranks of a group share each video (`DividedRanks`).
 
 The conversations of the last jobs are kept, with the features of their media and the K and V of their text. A job
 about the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
@@ -52,13 +52,6 @@ _FATAL = (TransferError, DivergedError, dist.DistError, torch.AcceleratorError)
 """Errors after which no job can be answered: of transfers between ranks, and of the device."""
 
 
-def _encode_now(conversation: Conversation) -> None:
-    conversation.encode()
-
-
-def _nothing(_: Conversation) -> None: ...
-
-
 class Engine:
     """The model that options name, on the ranks of a group, and its last conversations. Every rank creates it.
 
@@ -68,25 +61,18 @@ class Engine:
         device: of this rank.
         keep: conversations to keep, 1 or more.
 
-    Attributes:
-        ranks: all ranks, and this rank's group, which has a model of its own.
-        comm: this rank's group.
-        digest: of the model's files.
-        processor, chat_format: of the model.
-        model: patched over the group; after `load`.
-
     Raises:
         SeqParError: on all ranks, if the processor cannot be read on one of them, or they have different models.
     """
 
-    model: nn.Module
+    model: nn.Module  # patched over the group, after `load`
 
     def __init__(self, options: ModelOptions, world: Communicator, device: torch.device, keep: int = 1) -> None:
         self.options, self.device, self._keep = options, device, keep
         self.ranks = divide_ranks(world, getattr(options, "sp", None), options.timeout)
         self.comm, name = self.ranks.group, options.model
         self.processor, self.digest = agree(
-            world, "model", lambda: (load_processor(name), model_digest(name)), lambda found: {"model": found[1]}
+            world, "model", lambda: (load_processor(name), model_digest(name)), lambda files: {"model": files[1]}
         )
         self.chat_format = chat_family(self.processor)
         self._conversations: OrderedDict[tuple[Clip, ...], Conversation] = OrderedDict()
@@ -116,8 +102,8 @@ class Engine:
         jobs: Sequence[Job],
         *,
         sources: Callable[[], Sequence[FrameSource]] | None = None,
-        encode: Callable[[Conversation], object] = _encode_now,
-        on_start: Callable[[Conversation], object] = _nothing,
+        encode: Callable[[Conversation], object] = lambda conversation: conversation.encode(),
+        on_start: Callable[[Conversation], object] = lambda conversation: None,
         together: bool = False,
         **callbacks: Any,
     ) -> Iterator[Any]:
@@ -140,10 +126,8 @@ class Engine:
             Exception: the ranks cannot go on together: of a transfer, of the device, or within a pass if other ranks
                 may wait for this one.
         """
-        media = None if sources is not None else jobs[0].media
-        opened, fault = self.settled(
-            partial(self._conversation, media or ()) if sources is None else partial(self.open, sources)
-        )
+        media = jobs[0].media if sources is None else ()
+        opened, fault = self.settled(lambda: self._conversation(media) if sources is None else self.open(sources))
         if opened is None:
             yield from [fault] * max(1, len(jobs))
             return
@@ -155,7 +139,8 @@ class Engine:
         if together and refused:
             fault = refused[0]
         elif not jobs or len(refused) < len(jobs):
-            _, fault = self.settled(partial(self._encode, opened, media, encode))
+            keep = partial(self._encode_and_keep, opened, media, encode)
+            _, fault = self.settled(partial(encode, opened) if sources is not None else keep)
             if fault is None:
                 on_start(opened)
         for job, (prompt, why) in zip(jobs, prompts, strict=True):
@@ -193,16 +178,10 @@ class Engine:
                 return media[:stop]
         return ()
 
-    def _encode(
-        self,
-        conversation: Conversation,
-        media: tuple[Clip, ...] | None,
-        encode: Callable[[Conversation], object],
+    def _encode_and_keep(
+        self, conversation: Conversation, media: tuple[Clip, ...], encode: Callable[[Conversation], object]
     ) -> None:
-        """Encode the media of a conversation, and keep it as that of `media` if there are any."""
-        if media is None:
-            encode(conversation)
-            return
+        """Encode the media of a conversation, and keep it as theirs."""
         begun = self._begun(media)
         continued = begun in self._conversations and (bool(begun) or not media)
         while not continued and len(self._conversations) >= self._keep:  # free memory before the new one needs it
@@ -235,12 +214,13 @@ class Engine:
             raise error
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they refer to the features of the job, and to the error
-        mine = Outcome.of(error)
-        _, rows = agree(self.comm, "answering", numbers=lambda _: [mine])
-        outcome = Outcome(max(row[0] for row in rows))
-        if outcome is Outcome.PREPARED:
+        own = 0 if error is None else int(Outcome.of(error))
+        _, rows = agree(self.comm, "answering", numbers=lambda _: [own])
+        outcomes = [row[0] for row in rows]
+        if not any(outcomes):
             return None
-        if any(row[0] not in (Outcome.REFUSED, Outcome.INVALID) for row in rows):
+        outcome = Outcome(max(outcomes))
+        if not {*outcomes} <= {Outcome.REFUSED, Outcome.INVALID}:
             self.forget()  # ranks may have kept different conversations
         try:
             agree(self.comm, "answering", error=error)
@@ -310,24 +290,17 @@ def shard_weights(
 
 
 @dataclass(frozen=True)
-class RankGroups:
-    """The ranks of the world as `count` groups of consecutive ranks.
-
-    Attributes:
-        world: all ranks.
-        group: the ranks of this rank's group.
-        index: the number of this group, from 0.
-        end: all ranks, with a time limit of days: for the collectives after the groups have worked independently.
-    """
+class DividedRanks:
+    """The ranks of the world as `count` groups of consecutive ranks, of which `group` is this rank's."""
 
     world: Communicator
     group: Communicator
-    index: int
+    index: int  # of this group, from 0
     count: int
-    end: Communicator
+    end: Communicator  # all ranks, with a time limit of days, for after the groups have worked independently
 
 
-def divide_ranks(world: Communicator, size: int | None = None, timeout: float | None = None) -> RankGroups:
+def divide_ranks(world: Communicator, size: int | None = None, timeout: float | None = None) -> DividedRanks:
     """Divide `world` into groups of `size` ranks, or into one of all ranks. Every rank calls this.
 
     Args:
@@ -339,12 +312,12 @@ def divide_ranks(world: Communicator, size: int | None = None, timeout: float | 
     if size is not None and world.size % size:
         raise ConfigError(f"--sp {size} does not divide the {world.size} ranks; use a divisor of {world.size}")
     if size in (None, world.size):
-        return RankGroups(world, world, 0, 1, world)
+        return DividedRanks(world, world, 0, 1, world)
     members = [range(first, first + size) for first in range(0, world.size, size)]
     index = world.rank // size
     if not isinstance(world, ProcessGroupCommunicator):
-        return RankGroups(world, Subgroup(world, members[index]), index, len(members), world)
+        return DividedRanks(world, Subgroup(world, members[index]), index, len(members), world)
     limit = collective_timeout(timeout, world.device.type == "cuda")
     groups = [dist.new_group([*ranks], timeout=limit) for ranks in members]  # each rank creates all of them
     end = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-    return RankGroups(world, transfer_communicator(groups[index]), index, len(members), as_communicator(end))
+    return DividedRanks(world, transfer_communicator(groups[index]), index, len(members), as_communicator(end))

@@ -30,71 +30,52 @@ MOMENTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Neighbouring frames that an answer attends to.
+    """Neighbouring frames that an answer attends to."""
 
-    Attributes:
-        share: the sum of the shares of its frames, between 0 and 1.
-        first, last, peak: numbers of the first and last frame, and of the one with the largest share.
-        start, end: seconds in the video; None for frames without times.
-        medium: the number of the video among the media of the conversation.
-    """
-
-    share: float
-    first: int
+    share: float  # the sum of the shares of its frames, between 0 and 1
+    first: int  # the number of its first frame
     last: int
-    peak: int
-    start: float | None = None
+    peak: int  # the frame with the largest share
+    start: float | None = None  # seconds in the video; None for frames without times
     end: float | None = None
-    medium: int = 0
+    medium: int = 0  # the number of the video among the media of the conversation
+
+    @property
+    def frames(self) -> str:
+        return f"frame {self.first}" if self.first == self.last else f"frames {self.first} to {self.last}"
 
     @property
     def span(self) -> str:
         """The times, or the frames if there are no times."""
         if self.start is not None and self.end is not None:
             return f"{clock(self.start)} to {clock(self.end)}"
-        return f"frame {self.first}" if self.first == self.last else f"frames {self.first} to {self.last}"
+        return self.frames
 
     def __str__(self) -> str:
-        frames = f"frame {self.first}" if self.first == self.last else f"frames {self.first} to {self.last}"
-        where = "" if self.start is None else f"  {frames}"
+        where = "" if self.start is None else f"  {self.frames}"
         medium = f"  in video {self.medium + 1}" if self.medium else ""
         return f"{self.share:6.1%}  {self.span}{where}{medium}"
 
 
 class FrameTime(NamedTuple):
-    """When a frame is shown.
+    """When a frame is shown."""
 
-    Attributes:
-        medium: the number of its video or image among those of the conversation.
-        start, end: seconds in the video, until the next sampled frame; None if they are not known.
-    """
-
-    medium: int
-    start: float | None = None
-    end: float | None = None
+    medium: int  # the number of its video or image among those of the conversation
+    start: float | None = None  # seconds in the video; None if they are not known
+    end: float | None = None  # when the next sampled frame is shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What an answer attends to.
+    """What an answer attends to."""
 
-    Attributes:
-        moments: the largest first; none if the model's mask leaves no choice between frames.
-        shares: for each frame, the mean over the answer's tokens.
-        text: the mean share of the text, in a model with one softmax over text and frames; else 0.
-        note: why there are no moments, or an empty text.
-        attention: of each token.
-        pieces: the text of each token.
-        times: of each frame.
-    """
-
-    moments: tuple[Moment, ...]
-    shares: tuple[float, ...]
-    text: float
-    note: str
+    moments: tuple[Moment, ...]  # the largest first; none if the model's mask leaves no choice between frames
+    shares: tuple[float, ...]  # for each frame, the mean over the answer's tokens
+    text: float  # the mean share of the text, in a model with one softmax over text and frames; else 0
+    note: str  # why there are no moments, or an empty text
     attention: FrameAttention
-    pieces: tuple[str, ...]
-    times: tuple[FrameTime, ...]
+    pieces: tuple[str, ...]  # the text of each token
+    times: tuple[FrameTime, ...]  # of each frame
 
     def describe(self) -> str:
         """Return lines for a terminal."""
@@ -119,19 +100,25 @@ def evidence_values(evidence: Evidence | None) -> dict[str, Any]:
 def evidence_of(
     attention: FrameAttention, tokens: Sequence[int], tokenizer: Any, sources: Sequence[FrameSource], count: int
 ) -> Evidence:
-    """Return the evidence of an answer.
+    """Return the evidence of an answer of T `tokens`, special ones included: at most `count` moments.
 
-    Args:
-        attention: of the answer.
-        tokens: the ids of its T tokens, special ones included.
-        tokenizer: of the model.
-        sources: the frame sources of the media, in order; F frames in all.
-        count: the number of moments.
+    The `sources` of the media have F frames in all.
     """
     times, special = frame_times(sources), set(tokenizer.all_special_ids)
     written = [number for number, token in enumerate(tokens) if token not in special] or list(range(len(tokens)))
     mean = attention.frames[written].double().mean(0).tolist()
-    note = "" if attention.ranks_frames else _one_frame_note(attention, times)
+    note = ""
+    if not attention.ranks_frames:  # each token attends to a single frame only, or to none
+        frames = attention.visible.any(0).nonzero().flatten().tolist()[:3]
+        starts = [times[frame].start for frame in frames]
+        named = zip(frames, starts, strict=True)
+        where = ", ".join(f"frame {frame}" + ("" if x is None else f" at {clock(x)}") for frame, x in named)
+        note = (
+            f"the model's mask lets each token of the answer attend to a single frame only ({where}); the attention "
+            "says nothing about other frames, and moments are not ranked"
+            if frames
+            else "no token of the answer attends to a frame: the model's mask hides all of them"
+        )
     return Evidence(
         moments=() if note else find_moments(mean, times, count),
         shares=tuple(mean),
@@ -141,22 +128,6 @@ def evidence_of(
         pieces=token_texts(tokenizer, tokens),
         times=times,
     )
-
-
-def _one_frame_note(attention: FrameAttention, times: Sequence[FrameTime]) -> str:
-    """Return the text that replaces a ranking if each token attends to a single frame only, or to none."""
-    seen = attention.visible.any(0).nonzero().flatten().tolist()
-    if not seen:
-        return "no token of the answer attends to a frame: the model's mask hides all of them"
-    where = ", ".join(_at(number, times[number]) for number in seen[:3])
-    return (
-        f"the model's mask lets each token of the answer attend to a single frame only ({where}); the attention says "
-        "nothing about other frames, and moments are not ranked"
-    )
-
-
-def _at(number: int, time: FrameTime) -> str:
-    return f"frame {number}" + ("" if time.start is None else f" at {clock(time.start)}")
 
 
 def frame_times(sources: Sequence[FrameSource]) -> tuple[FrameTime, ...]:

@@ -43,19 +43,23 @@ def write_evidence_page(
     """Write the page of questions about the same media, with their evidence. One rank calls this.
 
     Args:
-        path: of the HTML file.
-        answers: questions and evidence.
         sources: the frame sources of the media. Those that can be read give the thumbnails; videos can be played.
         name: the name of the media on the page; default: their files.
-        model: named on the page.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     page = Path(path)
+    media = [
+        {
+            "name": os.path.basename(source.name),
+            "href": link(source.name, page) if source.name and source.seconds(0) is not None else "",  # playable
+        }
+        for source in sources
+    ]
     data = {
         "facts": _facts(answers, sources, name, model),
-        "media": [_medium(source, page) for source in sources],
+        "media": media,
         "answers": [_answer(question, evidence, sources) for question, evidence in answers],
     }
     write_page(page, _TEMPLATE, data)
@@ -87,11 +91,6 @@ def _facts(
     facts += [("Length", clock(end).removesuffix(".0"))] if end else []
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [(label, text) for label, text in [*facts, ("Written", written)] if text]
-
-
-def _medium(source: FrameSource, page: Path) -> dict[str, str]:
-    playable = bool(source.name) and source.seconds(0) is not None
-    return {"name": os.path.basename(source.name), "href": link(source.name, page) if playable else ""}
 
 
 def _answer(question: str, evidence: Evidence, sources: Sequence[FrameSource]) -> dict[str, Any]:
@@ -126,21 +125,23 @@ def _short(share: float) -> float:
 
 def moment_data(moment: Moment, sources: Sequence[FrameSource], by_time: bool = False) -> dict[str, Any]:
     """Return a moment for the script of a page; `from` and `to` are its place in the plot."""
-    source = sources[moment.medium]
     before = sum(len(other) for other in sources[: moment.medium])
-    frames = (
-        f"frame {moment.first}" if moment.first == moment.last else f"frames {moment.first}\N{EN DASH}{moment.last}"
-    )
+    number = moment.peak - before
+    try:
+        jpeg = jpeg_of(next(iter(sources[moment.medium].read(number, number + 1, batch=1)))[0], width=160)
+        image = "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
+    except SeqParError:  # the source has no pixels, or cannot be read
+        image = ""
     return {
         "label": moment.span,
-        "frames": frames,
+        "frames": moment.frames.replace(" to ", "\N{EN DASH}"),
         "share": round(moment.share, 6),  # the page rounds it to a tenth of a percent, as a terminal shows it
         "start": moment.start,
         "end": moment.end,
         "from": moment.start if by_time else moment.first,
         "to": moment.end if by_time else moment.last + 1,
         "medium": moment.medium,
-        "image": _thumbnail(source, moment.peak - before),
+        "image": image,
     }
 
 
@@ -149,15 +150,6 @@ def link(video: str, page: Path) -> str:
     if "://" in video:
         return video if video.startswith(("http://", "https://")) else ""
     return quote(Path(os.path.relpath(video, page.resolve().parent)).as_posix())
-
-
-def _thumbnail(source: FrameSource, frame: int) -> str:
-    """Return a frame as a data: URI; empty if the source has no pixels or cannot be read."""
-    try:
-        jpeg = jpeg_of(next(iter(source.read(frame, frame + 1, batch=1)))[0], width=160)
-    except SeqParError:
-        return ""
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
 
 
 def index_entry(

@@ -157,7 +157,10 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
             self._times.append(time.perf_counter())
             self._tokens += value.tolist()
             self._decode(complete_only=True)
-            self._pass_on(len(self.text) - self._held_back())
+            # The longest end of the text that a stop string begins with is held back.
+            marks = () if self.stopped else self._stop
+            ends = (size for mark in marks for size in range(1, len(mark)) if self.text.endswith(mark[:size]))
+            self._pass_on(len(self.text) - max(ends, default=0))
 
     def end(self) -> None:
         """Pass on the text that was held back. All ranks call this."""
@@ -198,13 +201,6 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
             places = [place for mark in self._stop if (place := self.text.find(mark)) >= 0]
             if places:
                 self.stopped, self.text = True, self.text[: min(places)]
-
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the text that a stop string begins with."""
-        if self.stopped:
-            return 0
-        ends = (size for mark in self._stop for size in range(1, len(mark)) if self.text.endswith(mark[:size]))
-        return max(ends, default=0)
 
     def _pass_on(self, stop: int) -> None:
         if self._on_text is not None and stop > self._passed:

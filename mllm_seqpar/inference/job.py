@@ -54,9 +54,8 @@ class Job:
 
 
 class Outcome(IntEnum):
-    """The outcome of a job on a rank. The outcome of the job as a whole is the largest of all ranks."""
+    """Why a job has no answer on a rank. The outcome of the job as a whole is the largest of all ranks."""
 
-    PREPARED = 0
     REFUSED = 1
     """The job cannot be answered: a damaged video, a prompt that is too long."""
     INVALID = 2
@@ -66,9 +65,7 @@ class Outcome(IntEnum):
     OUT_OF_MEMORY = 4
 
     @classmethod
-    def of(cls, error: Exception | None) -> Outcome:
-        if error is None:
-            return cls.PREPARED
+    def of(cls, error: Exception) -> Outcome:
         if isinstance(error, (VideoError, DataError, AgreementError, NonFiniteLogitsError)):
             return cls.REFUSED  # AgreementError: of the ranks on which nothing failed
         if isinstance(error, torch.OutOfMemoryError):
@@ -77,12 +74,7 @@ class Outcome(IntEnum):
 
 
 class JobError(Exception):
-    """A job that cannot be answered; the next one can follow.
-
-    Attributes:
-        cause: an error of any rank.
-        outcome: of the job.
-    """
+    """A job that cannot be answered, because of the `cause` on any rank; the next one can follow."""
 
     def __init__(self, cause: Exception, outcome: Outcome = Outcome.REFUSED) -> None:
         self.cause, self.outcome = cause, outcome

@@ -91,10 +91,10 @@ def load_video(
             f"{store.directory}: these features are {stored} and the model runs in {needed}; use --dtype {stored}, or "
             "encode the video again with --save_features"
         )
-    total, layout = store.total_frames, chat_format.frame_layout
-    if mapped and not store.can_map(store.sizes.spans(comm.size, layout)):
-        if store.can_map(store.sizes.spans(comm.size)):  # written by one rank
-            layout = "contiguous"
+    total = store.total_frames
+    layouts = [chat_format.frame_layout, "contiguous"]  # the second if one rank has written the store
+    usable = (x for x in layouts if store.can_map(store.sizes.spans(comm.size, x)))
+    layout = next(usable, layouts[0]) if mapped else layouts[0]
     sizes = store.sizes.per_frame.tolist() if isinstance(store.sizes.per_frame, torch.Tensor) else None
     shard = FrameShard.of(total, comm, layout, sizes)
     features = store.map(*shard.spans) if mapped else store.read(*shard.spans, device=device)
@@ -108,14 +108,14 @@ def feature_meta(source: VideoSource, model: str, chat_format: ChatFamily, frame
         **source_meta(source.plan),
         **vars(frames),
         **chat_format.frame_metadata(source),
-        **({} if _pixels(source) is None else {"pixels": _pixels(source)}),
+        **{name: pixels for name, pixels in _pixels(source).items() if pixels is not None},
         "model": model_fingerprint(model, chat_format.feature_weights),
     }
 
 
-def _pixels(source: VideoSource) -> str | None:
+def _pixels(source: VideoSource) -> dict[str, str | None]:
     """Return how pixels of a frame store differ from those of the video; None if they are equal."""
-    return None if source.stored is None else source.stored.pixels
+    return {"pixels": None if source.stored is None else source.stored.pixels}
 
 
 def open_store(
@@ -138,7 +138,7 @@ def open_store(
     if source is not None:
         meta = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ("source_size", "source_digest", "frames", "frame_times")
-        store.require(**{name: meta[name] for name in compared}, pixels=_pixels(source))
+        store.require(**{name: meta[name] for name in compared}, **_pixels(source))
     if store.meta.get("model") != model_fingerprint(model, chat_format.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

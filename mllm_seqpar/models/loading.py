@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,6 @@ def load_model(
         ConfigError: there is no model, it cannot be read, or its type is unknown.
         DataError: the weights of the checkpoint do not exactly match the model.
     """
-    from safetensors import SafetensorError
-
     folder = Path(local_directory(path))
     if device_map is not None or more:
         refuse_adapter(folder, "only a whole model can be loaded in this way")
@@ -64,19 +64,12 @@ def load_model(
     options: dict[str, Any] = more if device_map is None else {"device_map": device_map, **more}
 
     def load(**options: Any) -> nn.Module:
-        return load_clean(cls.from_pretrained, str(folder), f"--model {folder}", config=config, **options)[0]
+        return load_clean(cls.from_pretrained, folder, f"--model {folder}", config=config, **options)[0]
 
-    try:
-        stored = None if options else _stored_elements(folder)
-        if stored is not None and _elements(cls, config) not in (None, stored):
+    with _reading(folder, RuntimeError):
+        if not options and _sizes_differ(folder, cls, config):
             load(dtype=dtype, device_map="meta")  # compares names and shapes before anything is built or read
         return load(dtype=dtype, **options)
-    except SeqParError:
-        raise
-    except Exception as error:
-        if not isinstance(error, (OSError, SafetensorError, RuntimeError)) and library_fault(error) is None:
-            raise
-        raise unreadable(folder, error) from error
 
 
 def context_length(config: Any) -> int | None:
@@ -90,26 +83,21 @@ def context_length(config: Any) -> int | None:
     return longest
 
 
-def _stored_elements(folder: Path) -> int | None:
-    """Return the number of elements of all tensors in the safetensors files of a directory; None without such files."""
+def _sizes_differ(folder: Path, cls: Any, config: Any) -> bool:
+    """Return whether the safetensors files of a directory state other sizes than a model has, by their headers."""
     from safetensors import safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    total = 0
-    for path in files:
+    stored = 0
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
-    return total if files else None
-
-
-def _elements(cls: Any, config: Any) -> int | None:
-    """Return the number of elements of all parameters and saved buffers of a model; None if that takes its weights."""
+            stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(config))
     except Exception:  # noqa: BLE001 - of a class that computes while it is built; loading reports what is wrong
-        return None
-    return sum({id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}.values())
+        return False
+    sizes = {id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}
+    return stored not in (0, sum(sizes.values()))
 
 
 def model_class(folder: Path) -> tuple[Any, Any]:
@@ -118,18 +106,13 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     Raises:
         ConfigError: there is no config, it cannot be read, or its type is unknown.
     """
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = _require_config(folder)
     if (native := _native_model(folder)) is not None:
         return native.named(native.config).from_pretrained(path), native.named(native.model)
-    try:
+    with _reading(folder, ValueError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError, SafetensorError)) and library_fault(error) is None:
-            raise
-        raise unreadable(folder, error) from error
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
     cls = next((found for auto in autos if (found := model_class_of(auto, config)) is not None), None)
     if cls is None:
@@ -155,7 +138,6 @@ def load_config(path: str) -> Any:
 
 def load_processor(path: str) -> Any:
     """Load the processor of a model directory, or of an adapter's base model; raise ConfigError if it has none."""
-    from safetensors import SafetensorError
     from transformers import AutoProcessor
 
     folders = model_directories(path)
@@ -163,30 +145,40 @@ def load_processor(path: str) -> Any:
     folder = next((folder for folder in folders if any((folder / name).is_file() for name in _PROCESSOR)), folders[0])
     _require_files(folder)
     native = _native_model(folders[-1])
-    try:
+    with _reading(folder, ValueError, ImportError, what="no processor can be loaded"):
         processor = AutoProcessor if native is None else native.named(native.processor)
         return processor.from_pretrained(str(folder), trust_remote_code=False)
-    except SeqParError:
-        raise
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError, ImportError, SafetensorError)) and library_fault(error) is None:
-            raise
-        reason = library_fault(error) or first_line(error)
-        raise ConfigError(f"--model {folder}: no processor can be loaded: {reason}") from error
 
 
 def load_clean(
-    from_pretrained: Any, path: Any, what: str, *, expected: str = "", ignored: str = "$^", **options: Any
+    from_pretrained: Any,
+    path: str | os.PathLike[str] | None,
+    what: str = "",
+    *,
+    expected: str = "",
+    ignored: str = "$^",
+    **options: Any,
 ) -> tuple[Any, Mapping[str, Any]]:
     """Load a model and return it with its loading report; raise unless the weights exactly match the model.
 
     Args:
         from_pretrained: a model class's method, called with `path` and `options`.
+        path: the checkpoint; None for a `state_dict` among the options.
         what: the checkpoint's name in error messages; `expected` is the model's, by default the class of the result.
         ignored: a regular expression for names of unexpected tensors that are allowed.
+
+    Raises:
+        ConfigError: `ignore_mismatched_sizes` is True.
+        DataError: weights are missing, unexpected or of another shape.
     """
     from transformers import PreTrainedModel
 
+    if options.get("ignore_mismatched_sizes"):
+        raise ConfigError(
+            "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
+            "resize_token_embeddings after loading for another vocabulary"
+        )
+    path = None if path is None else os.fspath(path)
     options["output_loading_info"] = True
     if getattr(from_pretrained, "__func__", None) is PreTrainedModel.from_pretrained.__func__:
         # Reports all wrong shapes instead of raising an error about the first. An override checks the shapes itself.
@@ -194,6 +186,7 @@ def load_clean(
     loaded = from_pretrained(path, **options)
     model, report = loaded if isinstance(loaded, tuple) else (loaded, {})
     unexpected = [name for name in report.get("unexpected_keys") or () if not re.search(ignored, name)]
+    what = what or ("state_dict" if path is None else path)
     require_clean({**report, "unexpected_keys": unexpected}, what, expected=expected or type(model).__name__)
     return model, report
 
@@ -303,10 +296,9 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
         ConfigError: PEFT is not installed, or cannot read or merge the adapter.
         DataError: the tensors in the file do not exactly match the adapter.
     """
-    from safetensors import SafetensorError
-
     peft = _import_peft()
-    try:
+    of_peft = (ValueError, TypeError, AttributeError, RuntimeError)
+    with _reading(folder, *of_peft, what="the adapter cannot be merged into its base model"):
         config = peft.PeftConfig.from_pretrained(str(folder))
         stored = peft.load_peft_weights(str(folder), device="cpu")
         adapted = add_adapters(model, config)
@@ -315,14 +307,6 @@ def merge_adapter(model: nn.Module, folder: Path) -> nn.Module:
         require_clean(report, f"--model {folder}", expected=f"the adapter that {ADAPTER_CONFIG} describes")
         peft.set_peft_model_state_dict(adapted, stored)
         return adapted.merge_and_unload()
-    except SeqParError:
-        raise
-    except SafetensorError as error:
-        raise unreadable(folder, error) from error
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            f"--model {folder}: the adapter cannot be merged into its base model: {first_line(error)}"
-        ) from error
 
 
 def layer_classes(model: nn.Module) -> list[str]:
@@ -335,7 +319,25 @@ def layer_classes(model: nn.Module) -> list[str]:
     return sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
 
 
-def unreadable(folder: Path, error: Exception) -> ConfigError:
+@contextmanager
+def _reading(folder: Path, *kinds: type[Exception], what: str = "") -> Iterator[None]:
+    """Raise ConfigError for what the file system, safetensors or transformers raise inside the context.
+
+    `kinds` are further errors, whichever code raises them; `what` says what cannot be done.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SeqParError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, SafetensorError, *kinds)) and library_fault(error) is None:
+            raise
+        raise _unreadable(folder, error, what) from error
+
+
+def _unreadable(folder: Path, error: Exception, what: str) -> ConfigError:
     """Return the error about a directory that could not be loaded; it names a damaged safetensors file, if one is."""
     from safetensors import SafetensorError, safe_open
 
@@ -348,9 +350,9 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
                 f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
                 f"({first_line(fault)}); download or copy it again"
             )
-    said = library_fault(error)
-    said = first_line(error) if said is None else f"the model that its config.json describes cannot be loaded: {said}"
-    return ConfigError(f"--model {folder}: {said}")
+    if (said := library_fault(error)) is not None:
+        what = what or "the model that its config.json describes cannot be loaded"
+    return ConfigError(": ".join(filter(None, (f"--model {folder}", what, said or first_line(error)))))
 
 
 def model_directories(path: str) -> list[Path]:
@@ -363,9 +365,8 @@ def model_directories(path: str) -> list[Path]:
 def _require_files(folder: Path) -> None:
     """Raise ConfigError if a directory lacks the files of a processor or of a tokenizer."""
     stated = folder / _PROCESSOR[0]
-    lacks = (
-        [] if any((folder / name).is_file() for name in _TOKENIZERS) else [f"a tokenizer ({', '.join(_TOKENIZERS)})"]
-    )
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    lacks = [] if has_tokenizer else [f"a tokenizer ({', '.join(_TOKENIZERS)})"]
     if not (folder / _PROCESSOR[1]).is_file() and not (stated.is_file() and "image_processor" in stated.read_text()):
         lacks.append(f"the preprocessing of images ({_PROCESSOR[1]}, or image_processor in {_PROCESSOR[0]})")
     if lacks:

@@ -73,7 +73,12 @@ class ClusterSelector:
         cluster = self.cluster or self.measured(
             like.device, AttentionShape(**heads, dtype=like.dtype, kernel=self.kernel)
         )
-        problem, mean, pruned = _round_lengths(problem), 1.0, None
+        # Videos and texts have many lengths in training. Simulating each, rank by rank where the shards are uneven,
+        # would cost more time than the best selection saves: they are rounded up to quarter powers of two.
+        rows, keys = (
+            ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0 for length in (problem.rows, max(problem.keys))
+        )
+        problem, mean, pruned = replace(problem, rows=rows, keys=(keys,) * problem.ranks), 1.0, None
         if not blocks.keys_are_rows:  # in percent steps
             mean, pruned = max(round(blocks.visible_fraction, 2), 0.01), blocks if blocks.prunes else None
         if candidates.causal:
@@ -155,15 +160,3 @@ def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
         for name, *_ in cluster.kernels or ():
             kernel_by_name(name)
     return ClusterSelector(cluster, comm, config.kernel)
-
-
-def _round_lengths(problem: Problem) -> Problem:
-    """Round the lengths up to quarter powers of two, the same on every rank.
-
-    Videos and texts have many lengths in training. Simulating every length, rank by rank where the shards are
-    uneven, would cost more time than the best selection saves.
-    """
-    rows, keys = (
-        ceil(2 ** (ceil(4 * log2(length)) / 4)) if length > 0 else 0 for length in (problem.rows, max(problem.keys))
-    )
-    return replace(problem, rows=rows, keys=(keys,) * problem.ranks)

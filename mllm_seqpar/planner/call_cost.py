@@ -13,7 +13,7 @@ from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime.strategy_selector import VisualProjection
-from mllm_seqpar.schedules import AttentionBlock, Axis, OverlapRatios, Transfer, TransferKind, schedule_for
+from mllm_seqpar.schedules import Axis, OverlapRatios, TransferKind, schedule_for
 from mllm_seqpar.schedules.bytes_sent import (
     LSE_BYTES,
     Problem,
@@ -140,21 +140,27 @@ class AttentionCall:
             direct=self._direct,
             overlap_ratios=None if 1 in self.spec.mesh_shape else self.overlap_ratios,
         )
-        return [
-            Phase(
-                sum(self._block_seconds(block, rank) for block in step.blocks),
-                tuple((transfer.dst * degree + member, self._sent(transfer, group)) for transfer in step.transfers),
-                tuple(transfer.src * degree + member for transfer in step.transfers),
-            )
-            for step in schedule
-        ]
-
-    def _block_seconds(self, block: AttentionBlock, rank: int) -> float:
-        i, j, degree = block.q_shard, block.kv_shard, self.spec.head_degree
-        rows, columns = (range(shard * degree, (shard + 1) * degree) for shard in (i, j))
-        if self._replicated:  # the one block has the rank's own rows and all keys
-            rows, columns = range(rank, rank + 1), range(self.problem.ranks)
-        return self._seconds(self._inner.keys[j], self._mean_visible(rows, columns)) / block.parts
+        phases = []
+        for step in schedule:
+            seconds, sends = 0.0, []
+            for block in step.blocks:
+                rows, columns = (range(x * degree, (x + 1) * degree) for x in (block.q_shard, block.kv_shard))
+                if self._replicated:  # the one block has the rank's own rows and all keys
+                    rows, columns = range(rank, rank + 1), range(self.problem.ranks)
+                visible = self._mean_visible(rows, columns)
+                seconds += self._seconds(self._inner.keys[block.kv_shard], visible) / block.parts
+            for transfer in step.transfers:
+                shard, length = transfer.send_shard, None
+                if transfer.axis == "kv":
+                    length = self._inner.key_batch * self._inner.keys[shard]
+                elif self.visible_rows is not None:
+                    to = transfer.dst if transfer.kind == "input" else group
+                    length = self._inner.key_batch * self.visible_rows[shard][to]
+                size = self._transfer_bytes(transfer.kind, transfer.axis, length)
+                sends.append((transfer.dst * degree + member, size))
+            sources = tuple(transfer.src * degree + member for transfer in step.transfers)
+            phases.append(Phase(seconds, tuple(sends), sources))
+        return phases
 
     def _seconds(self, keys: int, visible: float) -> float:
         """Return the seconds of a block, a Q shard with `keys` keys; 0 if no entry is visible."""
@@ -174,16 +180,6 @@ class AttentionCall:
         if isinstance(self.visible, float | int):
             return self.visible
         return sum(self.visible[i][j] for i in rows for j in columns) / (len(rows) * len(columns))
-
-    def _sent(self, transfer: Transfer, group: int) -> int:
-        """Return the bytes that a group sends in a transfer."""
-        kind, axis, shard, length = transfer.kind, transfer.axis, transfer.send_shard, None
-        if axis == "kv":
-            length = self._inner.key_batch * self._inner.keys[shard]
-        elif self.visible_rows is not None:
-            to = transfer.dst if kind == "input" else group
-            length = self._inner.key_batch * self.visible_rows[shard][to]
-        return self._transfer_bytes(kind, axis, length)
 
     def _transfer_bytes(self, kind: TransferKind, axis: Axis, length: int | None = None) -> int:
         options = {"backward": self.backward, "direct": self._direct, "length": length}
@@ -323,9 +319,7 @@ def select_strategy(
 
     Args:
         problem: the call; `problem.rank` is ignored.
-        cluster: the rates to simulate with.
         training: forward and backward; False for forward only.
-        strategies: the strategies to compare.
         mesh_shape: the only mesh shape to consider; None for any.
         visible_rows: rows of rank i that attend to any key of rank j, if the mask reduces what LV-XAttn sends.
         **call: further attributes of `AttentionCall`: visible, visual, masked.

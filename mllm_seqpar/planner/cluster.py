@@ -84,8 +84,23 @@ class Cluster(Description):
         super().__post_init__()
         if self.overlap > 1:
             raise ConfigError(f"overlap is {self.overlap}; expected a fraction from 0 to 1")
-        if self.kernels is not None:
-            object.__setattr__(self, "kernels", tuple(map(_kernel_rate, self.kernels)))
+        if self.kernels is None:
+            return
+        rows: list[Any] = []
+        for row in self.kernels:
+            try:
+                name, dim, masked, *rates = row
+                forward, backward = map(float, rates)  # YAML reads 25e9, without a dot, as text
+                valid = type(name) is str and type(dim) is int and type(masked) is bool and dim > 0 < forward * backward
+            except (TypeError, ValueError):
+                valid = False
+            if not valid:
+                raise ConfigError(
+                    f"kernels: {row!r}; expected [kernel, head dim, true under a mask or false, FLOP/s forward, FLOP/s "
+                    "backward], as `mllm-seqpar calibrate` writes it"
+                )
+            rows.append((name, dim, masked, forward, backward))
+        object.__setattr__(self, "kernels", tuple(rows))
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError if `ranks` ranks use links whose speeds were not measured."""
@@ -104,22 +119,6 @@ class Cluster(Description):
     def gpu_network_link(self) -> float:
         """The speed that a single GPU reaches between nodes, in bytes/s per direction."""
         return min(self.network_link_per_gpu or self.network_link, self.network_link)
-
-
-def _kernel_rate(row: Any) -> tuple[str, int, bool, float, float]:
-    """Return a row of `Cluster.kernels`. YAML reads 25e9, without a dot, as text."""
-    try:
-        name, dim, masked, *rates = row
-        forward, backward = map(float, rates)
-        valid = type(name) is str and type(dim) is int and type(masked) is bool and dim > 0 < forward * backward
-    except (TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise ConfigError(
-            f"kernels: {row!r}; expected [kernel, head dim, true under a mask or false, FLOP/s forward, FLOP/s "
-            "backward], as `mllm-seqpar calibrate` writes it"
-        )
-    return name, dim, masked, forward, backward
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -170,7 +169,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Passes:
-    """The costs of the forward and of the backward pass; `seconds` and `exposed` are those of both together."""
+    """The costs of the forward and of the backward pass."""
 
     forward: Cost = Cost()
     backward: Cost = Cost()

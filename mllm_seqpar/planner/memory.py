@@ -1,24 +1,8 @@
 """The peak memory of one rank in a step, in bytes by kind. An upper estimate by formula, not a simulation.
 
-parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
-gradient where it is needed; in a decoder-only model, the embeddings of the visual tokens of its rows. activations:
-what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated over calls, and
-NCCL's memory. buffers: temporary memory, which is what FSDP2 has gathered (`_gathered`), and the larger of two: K and V
-of the current cross-attention layer with their gradients in float32 and its partial results, or the inner activations
-of the current MLP. If the vision tower, which runs earlier, needs more with the pixels of its chunk of frames, that
-counts instead.
-
-A communicator keeps its receive buffers (`comm.receive_buffers`). Tensors reuse one buffer if they belong to the same
-axis, are both inputs or both results, and have the same dtype and number of dimensions. The number of buffers of each
-such kind is the largest number that any call uses at one time, and each is as long as the calls need. The size follows
-from the sizes of each call, longest first.
-
 Activations are counted as autograd saves them, each tensor once: `tests/unit/planner/test_memory_measured.py` compares
 the formulas with real, patched models. Dropout and position embeddings are left out. Norms are counted as RMS norms
 that compute in float32, which save the most; layer norms, as in OpenFlamingo, save less.
-
-With `visual_offload="cpu"` the features are in host memory, and two chunks of them on the device. Then all Q shards and
-their results are on the device during a call.
 """
 
 from collections import defaultdict
@@ -51,8 +35,11 @@ issue 864). Fewer channels (NCCL_MAX_NCHANNELS) or smaller buffers take less.
 CHUNK_BYTES = 64 << 20
 """As `runtime.visual_features.CHUNK_BYTES`, the size of a chunk of features in host memory."""
 
-# While an answer is generated, there is also "cache", the K and V of the rank's tokens.
 KINDS = ("parameters", "gradients", "optimizer", "features", "activations", "transfers", "buffers")
+"""parameters, gradients, optimizer: the shards of FSDP2. features: the visual features of the rank's frames, and their
+gradient where it is needed; in a decoder-only model, the embeddings of the visual tokens of its rows. activations:
+what autograd saves for backward, and the logits. transfers: receive buffers, which stay allocated over calls, and
+NCCL's memory. buffers: temporary memory. An answer also has "cache", the K and V of the rank's tokens."""
 
 
 def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
@@ -61,8 +48,12 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
     `spec` is the spec of cross-attention, or of self-attention in a decoder-only model. `text_spec` is that of
     self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
-    model, training = workload.model, workload.training
-    n, trained, lora = workload.gpus if workload.weights_sharded else 1, workload.trained_parameters, workload.lora_r
+    model, text, training, lora = workload.model, workload.model.text, workload.training, workload.lora_r
+    n, trained, element = (
+        workload.gpus if workload.weights_sharded else 1,
+        workload.trained_parameters,
+        workload.element,
+    )
     kinds = memory_after_tower(workload, spec, text_spec)
     if workload.gpus > 1:
         kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES
@@ -71,15 +62,24 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
         if lora is not None:  # the r channels between the two layers of each adapter on text
             adapted = [one for one in model.linear if one.target in workload.lora_target and not one.visual]
             count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
-            kinds["activations"] += count * lora * workload.tokens * workload.element
+            kinds["activations"] += count * lora * workload.tokens * element
     if n > 1:
-        kinds["buffers"] += _gathered(workload)
+        # What FSDP2 has gathered, whose units are the layers: the parameters of one, and those of the next, which
+        # arrive in a buffer that stays until they are copied out of it. Embeddings and head belong to the outermost
+        # unit, which stays gathered.
+        layer = model.parameters_of("attention", "mlp") // text.layers
+        layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
+        kinds["buffers"] += (3 * layer + text.embeddings) * element
+        if training and workload.language_trained:
+            # The gradients of a layer in the form in which they are reduced; backward begins with that of the head.
+            kinds["buffers"] += (layer + text.vocabulary * text.hidden) * element
+    # The vision tower runs earlier, and counts with the pixels of its chunk of frames if it needs more.
     tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
     if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
         kinds["activations"] += pixels_on_device(workload)
     kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
     if n > 1 and training and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
-        kinds["buffers"] = max(kinds["buffers"], 3 * model.text.embeddings * workload.element - kinds["activations"])
+        kinds["buffers"] = max(kinds["buffers"], 3 * text.embeddings * element - kinds["activations"])
     stored = model.parameters * workload.parameter
     if lora is not None:
         stored = workload.frozen_bytes + trained * workload.parameter
@@ -90,21 +90,6 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
         **kinds,
         **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
-
-
-def _gathered(workload: Workload) -> int:
-    """Return the bytes of what FSDP2 has gathered at one time, and of gradients that it has not reduced yet.
-
-    The layers are units. The parameters of one are gathered while those of the next arrive, in a buffer that stays
-    until they are copied out of it. In backward there are also the gradients of a layer, and their copy that is
-    reduced. Embeddings and head belong to the outermost unit, which stays gathered; backward begins with the gradient
-    of the head.
-    """
-    model, text = workload.model, workload.model.text
-    layer = model.parameters_of("attention", "mlp") // text.layers
-    layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
-    gradients = layer + text.vocabulary * text.hidden if workload.training and workload.language_trained else 0
-    return (3 * layer + text.embeddings + gradients) * workload.element
 
 
 def pixels_on_device(workload: Workload, at_once: int | None = None) -> int:
@@ -125,7 +110,16 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
         features = placed * (text.hidden if training else workload.embedding_width)
     else:
         features = _visual_tokens(workload, spec) * model.cross.visual_dim
-    buffers = max(_attention_buffers(workload, spec), _mlp_buffers(workload))
+    buffers = _attention_buffers(workload, spec)
+    for sizes in (text, model.cross) if training else ():
+        # An MLP in backward: gradients of two inner activations; in chunks, also the inner activations of one chunk
+        # and the float32 sums of the weight gradients.
+        inner, matrices = sizes.mlp_inner, sizes.mlp_matrices
+        size = workload.mlp_tokens * 2 * inner * element
+        if workload.chunked:
+            size += workload.mlp_tokens * _mlp_token(element, inner, matrices)
+            size += matrices * text.hidden * inner * FLOAT32
+        buffers = max(buffers, size)
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
         buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
@@ -133,6 +127,10 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
         activations = 2 * workload.tokens * text.hidden * element + _layer(workload, text)
+    calls = [(workload.problem(workload.compared), spec)]
+    if workload.self_attention != "local" and not model.decoder_only:
+        problem, strategy = workload.problem("self-attention"), workload.self_attention
+        calls.append((problem, text_spec or parallel_spec("ring" if strategy == "auto" else strategy, None, problem)))
     logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
     if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
         copies = 5 if backward else 2
@@ -141,7 +139,7 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
     return {
         "features": features * element * copies,
         "activations": activations + logits,
-        "transfers": receive_buffer_bytes(_calls(workload, spec, text_spec), training=training),
+        "transfers": receive_buffer_bytes(calls, training=training),
         "buffers": buffers,
     }
 
@@ -168,27 +166,22 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     layers, crossings = text.layers, cross.layers
     if not workload.checkpointing:
         return layers * decoder + crossings * crossing
-    # The input of every layer, the inside of one of each kind, and the results of attention that are kept.
-    inputs = (layers + crossings) * tokens * text.hidden * element
-    return inputs + decoder + min(crossings, 1) * crossing + _kept_results(workload, spec)
-
-
-def _kept_results(workload: Workload, spec: ParallelSpec) -> int:
-    """Return the bytes of the results that recomputation keeps: o and the log-sum-exp of each call.
-
-    With head sharding, o is kept by heads and by rows. Text and frames share a call unless the layer has two outputs.
-    """
-    cross, local = workload.model.cross, workload.self_attention == "local"  # local: torch's own attention
+    # The input of every layer, and the inside of one of each kind.
+    saved = (layers + crossings) * tokens * text.hidden * element + decoder + min(crossings, 1) * crossing
+    if workload.recompute_attention:
+        return saved
+    # The results that recomputation keeps: o, with head sharding by heads and by rows, and the log-sum-exp of each
+    # call. Text and frames share a call unless the layer has two outputs.
+    local = workload.self_attention == "local"  # torch's own attention
     kept: list[tuple[str, LayerSizes, bool]] = []
     if not local:
-        kept.append(("self-attention", workload.model.text, workload.self_attention == "ulysses"))
+        kept.append(("self-attention", text, workload.self_attention == "ulysses"))
     if local or cross.own_queries or cross.gate == "per_head":
         kept.append(("cross-attention", cross, spec.head_degree > 1))
-    total = 0
-    for part, sizes, sharded in kept if not workload.recompute_attention else ():
-        problem, row = workload.problem(part), sizes.head_dim * workload.element * (2 if sharded else 1) + LSE_BYTES
-        total += sizes.layers * problem.batch * problem.rows * sizes.heads * row
-    return total
+    for part, sizes, sharded in kept:
+        problem, row = workload.problem(part), sizes.head_dim * element * (2 if sharded else 1) + LSE_BYTES
+        saved += sizes.layers * problem.batch * problem.rows * sizes.heads * row
+    return saved
 
 
 def saved_before_features(workload: Workload) -> int:
@@ -199,9 +192,20 @@ def saved_before_features(workload: Workload) -> int:
     if model.projector:  # the input of its layers, and of the activation function between them; the normalized input
         inputs = model.projector[0] * (1 + model.keys_vary) + 2 * sum(model.projector[1:-1])
         saved += workload.local_keys * inputs * (1 + vision.deepstack) * element
-    if model.resampler:  # its input, the inside of each layer, and the input of the last norm
-        frame = vision.width * (vision.tokens + vision.keys) * element
-        saved += workload.local_frames * (frame + model.resampler.layers * _resampler_layer(workload))
+    if resampler := model.resampler:
+        # Latents and patches are normalized and concatenated, latents attend to both, and an MLP follows. IDEFICS
+        # concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU
+        # two. A layer norm saves a mean and a factor per normalized row.
+        latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
+        idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
+        elements = both * ((1 + idefics) * vision.width + (2 + idefics) * attended)  # concatenation; k, v
+        elements += latents * (4 * vision.width + (2 + idefics) * attended)  # two norms; q, o
+        elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
+        elements += latents * (2 - idefics) * resampler.mlp_inner
+        normalized = vision.tokens + 2 * latents + idefics * resampler.heads * (both + latents)
+        layer = element * elements + 2 * FLOAT32 * normalized
+        # and the input of the first layer and of the last norm
+        saved += workload.local_frames * (vision.width * both * element + resampler.layers * layer)
     if workload.trained == "all":
         # A layer saves q, k, v, o, inner activations, and two norms with their results. Rotated q and k are saved
         # beside the projection that v is a part of, and o once more as the next layer takes it.
@@ -212,25 +216,6 @@ def saved_before_features(workload: Workload) -> int:
         token = vision.layers * width + inside if workload.checkpointing else vision.layers * inside
         saved += workload.sum_over_frames(lambda tokens: tokens * token)
     return saved
-
-
-def _resampler_layer(workload: Workload) -> int:
-    """Return the saved bytes of one resampler layer and frame.
-
-    Latents and patches are normalized and concatenated, latents attend to both, and an MLP follows. IDEFICS
-    concatenates for K and for V, and normalizes Q and K. Its ReLU saves one inner activation, Flamingo's GELU two. A
-    layer norm saves a mean and a factor per normalized row.
-    """
-    resampler, vision = workload.model.resampler, workload.model.vision
-    assert resampler is not None
-    latents, both, attended = vision.keys, vision.keys + vision.tokens, resampler.heads * resampler.head_dim
-    idefics = resampler.code == "idefics"  # a bool counts as 0 or 1
-    elements = both * ((1 + idefics) * vision.width + (2 + idefics) * attended)  # concatenation; k, v
-    elements += latents * (4 * vision.width + (2 + idefics) * attended)  # two norms; q, o
-    elements += 2 * resampler.heads * latents * both  # probabilities, and their copy for the product with V
-    elements += latents * (2 - idefics) * resampler.mlp_inner
-    normalized = vision.tokens + 2 * latents + idefics * resampler.heads * (both + latents)
-    return workload.element * elements + 2 * FLOAT32 * normalized
 
 
 def _layer(workload: Workload, sizes: LayerSizes) -> int:
@@ -350,36 +335,13 @@ def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) ->
     return head_shards + held_q * o + held_kv * dkv + o
 
 
-def _mlp_buffers(workload: Workload) -> int:
-    """Return the buffer bytes of one MLP in backward: gradients of two inner activations.
-
-    In chunks, these are also one chunk's inner activations and the float32 sums of the weight gradients.
-    """
-    model, tokens, element, largest = workload.model, workload.mlp_tokens, workload.element, 0
-    for sizes in (model.text, model.cross) if workload.training else ():
-        inner, matrices = sizes.mlp_inner, sizes.mlp_matrices
-        size = tokens * 2 * inner * element
-        if workload.chunked:
-            size += tokens * _mlp_token(element, inner, matrices) + matrices * model.text.hidden * inner * FLOAT32
-        largest = max(largest, size)
-    return largest
-
-
-def _calls(
-    workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None
-) -> list[tuple[Problem, ParallelSpec]]:
-    """Return the attention calls of a step (see `peak_memory`)."""
-    text, problem = workload.self_attention, workload.problem("self-attention")
-    calls = [(workload.problem(workload.compared), spec)]
-    if text != "local" and not workload.model.decoder_only:
-        if text_spec is None:
-            text_spec = parallel_spec("ring" if text == "auto" else text, None, problem)
-        calls.append((problem, text_spec))
-    return calls
-
-
 def receive_buffer_bytes(calls: Iterable[tuple[Problem, ParallelSpec]], *, training: bool) -> int:
-    """Return the bytes of the receive buffers that stay allocated over these calls; in training, of both passes."""
+    """Return the bytes of the receive buffers that stay allocated over these calls; in training, of both passes.
+
+    Tensors reuse one buffer (`comm.receive_buffers`) if they belong to the same axis, are both inputs or both results,
+    and have the same dtype and number of dimensions. There are as many buffers of each such kind as any call uses at
+    one time, and each is as long as the calls need.
+    """
     merged: defaultdict[Hashable, list[int]] = defaultdict(list)  # by kind, longest first
     for (problem, spec), backward in product(calls, (False, True) if training else (False,)):
         if spec.strategy == "replicate" or spec.mesh_shape == (1, 1):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import built_in_sizes
 
-from .descriptions import Description, number, one_of, read_yaml
+from .descriptions import Description, find_file, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,23 +273,16 @@ class ModelSizes(Description):
         return layers + self.text.embeddings + self.vision.parameters
 
 
-def read_model(path: str | Path) -> ModelSizes:
-    """Read a model file (YAML, the sections of `ModelSizes`), a Hugging Face model directory, or its `config.json`.
+def read_model(name: str | Path) -> ModelSizes:
+    """Read a model file (YAML, the sections of `ModelSizes`), given its path or the name of one in configs/models; or a
+    Hugging Face model directory, or its `config.json`.
 
-    Raise ConfigError if there is no such file or its contents are invalid.
+    A file that is missing or invalid raises ConfigError. A `config.json` is read as JSON, so that planning needs no
+    model library. Each family translates its own configuration, by `Family.sizes`.
     """
-    path = Path(path)
-    if path.is_dir() or path.suffix == ".json":
-        return _read_hf_config(path)
-    return ModelSizes.build(read_yaml(path, "model"), str(path))
-
-
-def _read_hf_config(path: Path) -> ModelSizes:
-    """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read.
-
-    The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, by
-    `Family.sizes`.
-    """
+    path = find_file("model", str(name))
+    if path.is_file() and path.suffix != ".json":
+        return ModelSizes.build(read_yaml(path, "model"), str(path))
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"model: there is no {file}; pass a model directory, its config.json or a model file")

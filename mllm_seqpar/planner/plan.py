@@ -36,18 +36,13 @@ _ORDER = (*STRATEGIES, "local")
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan(Passes):
-    """The estimate of a step with one strategy.
+    """The estimate of a step with one strategy."""
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `PARTS` (a decoder-only model has no cross-attention,
-    and without `Cluster.layer_forward_s` there are no launches), `memory` the bytes of a rank by kind (`memory.KINDS`).
-    `max_frames` are the most frames that fit.
-    """
-
-    spec: ParallelSpec
-    parts: Mapping[str, Passes]
-    memory: Mapping[str, int]
+    spec: ParallelSpec  # with the fastest mesh shape that fits
+    parts: Mapping[str, Passes]  # by PARTS, of which a model without cross-attention, or a cluster, may lack some
+    memory: Mapping[str, int]  # bytes of a rank by kind (`memory.KINDS`)
     fits: bool
-    max_frames: int
+    max_frames: int  # the most that fit
 
     @property
     def memory_total(self) -> int:
@@ -73,7 +68,7 @@ class Plan:
     min_gpus: int | None
 
     def cores_per_gpu(self, row: StrategyPlan) -> float:
-        """Return how many cores a GPU needs so that decoding the videos of a step takes no longer than the step."""
+        """Return how many cores decode the videos of a step, for each GPU, while the step runs."""
         workload = self.workload
         decoded = workload.batch * workload.frames / workload.gpus * workload.decode_per_frame
         return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds
@@ -113,7 +108,15 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
         by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
     rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, _ORDER.index(row.spec.strategy)))
-    illegal = {name: _why_illegal(name, workload) for name in strategies if name not in by_strategy}
+    reasons = {
+        "mesh": f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)",
+        "ulysses": f"no group of the {workload.gpus} GPUs divides {workload.problem(workload.compared).heads} heads",
+    }
+    if workload.gpus == 1:
+        reasons = dict.fromkeys(strategies, "one GPU has no other GPU to share with")
+    if workload.visual_offload:
+        reasons = dict.fromkeys(strategies, "features in host memory need lv-xattn")
+    illegal = {name: reasons[name] for name in strategies if name not in by_strategy}
     powers_of_two = (2**i for i in range(17))
     runs = ((n, *_preferred_run(replace(workload, gpus=n))) for n in powers_of_two)
     enough = (n for n, run, spec in runs if _fits(run, cluster, spec))
@@ -169,17 +172,6 @@ def max_frames(workload: Workload, cluster: Cluster, spec: ParallelSpec, text_sp
         return not _fits(longer, cluster, spec, text_spec)
 
     return bisect_left(range(1, MAX_FRAMES + 1), True, key=too_many)
-
-
-def _why_illegal(strategy: str, workload: Workload) -> str:
-    if workload.visual_offload:
-        return "features in host memory need lv-xattn"
-    if workload.gpus == 1:
-        return "one GPU has no other GPU to share with"
-    if strategy == "mesh":
-        return f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)"
-    heads = workload.problem(workload.compared).heads
-    return f"no group of the {workload.gpus} GPUs divides {heads} heads"  # Ulysses
 
 
 def simulated_cluster(workload: Workload, cluster: Cluster) -> Cluster:
@@ -249,7 +241,10 @@ def step_parts(workload: Workload, cluster: Cluster, cross: Candidate | None, te
     head = model.text.vocabulary * model.text.hidden
     add("vocabulary", head, workload.scored_tokens, workload.language_trained, 0)
     if cluster.layer_forward_s or cluster.layer_backward_s:
-        parts["launches"] = _launches(workload, cluster, parts["self-attention"] + parts["MLP"])
+        computed, layers = parts["self-attention"] + parts["MLP"], model.text.layers
+        forward = max(0.0, layers * cluster.layer_forward_s - computed.forward.seconds)
+        backward = max(0.0, layers * cluster.layer_backward_s - computed.backward.seconds)
+        parts["launches"] = Passes(Cost(forward), Cost(backward if workload.training else 0.0))
     parts["parameters"] = _parameters(workload, cluster, sum(parts.values(), Passes()))
     return parts | ({"decoding": _decoded_token(workload, cluster) * workload.answer} if workload.answer else {})
 
@@ -304,8 +299,16 @@ def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: 
             q, kv, _ = AttentionCall(problem, candidate.spec, cluster, backward=True).head_shard_bytes
             again = all_to_all(cluster, problem.ranks, degree, q + (0 if crossing and workload.recompute else kv))
     call = Passes(candidate.forward, candidate.backward + again)
-    if crossing:
-        call += _elementwise(workload, cluster, candidate.spec)
+    cross = workload.model.cross
+    if crossing and cross.features_norm and cluster.memory_rate is not None:
+        # The norm of the features before the projection, and the rotation of K, are bound by memory. Both compute in
+        # float32, operator by operator: per channel they read and write 28 bytes, and four times the features' element.
+        # Backward of the norm moves twice as many.
+        keys = workload.local_keys * (workload.gpus if candidate.spec.strategy == "replicate" else 1)
+        channels = cross.visual_dim + 2 * cross.kv_heads * cross.head_dim
+        once = keys * channels * (28 + 4 * workload.element) / cluster.memory_rate
+        repeats = workload.recompute + 2 * (workload.language_trained or workload.trains_features)
+        call += Passes(Cost(once), Cost(once * repeats if workload.training else 0.0))
     if crossing and workload.visual_offload:
         call = _with_copies(workload, call)
     if crossing and workload.self_attention == "local":
@@ -316,30 +319,6 @@ def _attention_call(workload: Workload, cluster: Cluster, part: str, candidate: 
         backward = gradients + rows * workload.checkpointing if workload.training else Cost()
         call += Passes(rows, backward)
     return call
-
-
-def _elementwise(workload: Workload, cluster: Cluster, spec: ParallelSpec) -> Passes:
-    """Return the cost of the norm of visual features before the projection, and of the rotation of K; memory bounds it.
-
-    Both compute in float32, operator by operator: per channel they read and write 28 bytes, and four times the
-    features' element. Backward of the norm moves twice as many.
-    """
-    cross = workload.model.cross
-    if not cross.features_norm or cluster.memory_rate is None:
-        return Passes()
-    keys = workload.local_keys * (workload.gpus if spec.strategy == "replicate" else 1)
-    channels = cross.visual_dim + 2 * cross.kv_heads * cross.head_dim
-    once = keys * channels * (28 + 4 * workload.element) / cluster.memory_rate
-    repeats = workload.recompute + 2 * (workload.language_trained or workload.trains_features)
-    return Passes(Cost(once), Cost(once * repeats) if workload.training else Cost())
-
-
-def _launches(workload: Workload, cluster: Cluster, computed: Passes) -> Passes:
-    """Return the time in which the device waits for the launches of decoder layers, which compute for `computed`."""
-    layers = workload.model.text.layers
-    forward = max(0.0, layers * cluster.layer_forward_s - computed.forward.seconds)
-    backward = max(0.0, layers * cluster.layer_backward_s - computed.backward.seconds) if workload.training else 0.0
-    return Passes(Cost(forward), Cost(backward))
 
 
 def _with_copies(workload: Workload, call: Passes) -> Passes:

@@ -78,12 +78,8 @@ class _Transfer:
 def simulate(phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster) -> Sequence[RankTimeline]:
     """Return the timelines of the simulated ranks on the cluster.
 
-    Args:
-        phases: the phases of each simulated rank: of all ranks, or of a period of ranks that represents the others.
-        ranks: the size of the whole group; transfers name its ranks.
-
-    Raises:
-        ValueError: `phases` do not divide `ranks`, or a transfer is never posted at its other end.
+    `phases` has the phases of all ranks, or of a period of ranks that represents the others; `ranks` is the size of the
+    whole group, whose ranks transfers name. A transfer that is never posted at its other end raises ValueError.
     """
     if not phases or ranks % len(phases):
         raise ValueError(f"simulate: {len(phases)} simulated ranks do not divide {ranks} ranks")

@@ -117,11 +117,10 @@ class Workload(Description):
                 )
 
     def _read_frame_tokens(self) -> None:
-        """Set `frame_tokens`, None if all frames have as many, and the visual tokens of a frame of the model, or the
-        mean."""
-        given: Any = self.frame_tokens
-        tokens, frames = (given,) if isinstance(given, int) else tuple(map(int, given)), self.encoded_frames
-        if len(tokens) != frames and not isinstance(given, int):
+        """Set `frame_tokens`, None if all frames have as many, and the (mean) visual tokens of a frame of the model."""
+        stated: Any = self.frame_tokens
+        tokens, frames = (stated,) if isinstance(stated, int) else tuple(map(int, stated)), self.encoded_frames
+        if len(tokens) != frames and not isinstance(stated, int):
             raise ConfigError(f"frame_tokens: {len(tokens)} numbers for {frames} frames; give one for each frame")
         model, same = self.model, len(set(tokens)) == 1
         if not same or tokens[0] != model.vision.keys:

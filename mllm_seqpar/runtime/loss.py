@@ -31,7 +31,7 @@ def shifted(labels: Tensor, ignore_index: int | None = None) -> Tensor:
 def sharded_causal_lm_loss(
     logits: Tensor,
     shift_labels: Tensor,
-    text: TextShards,
+    text: TextShards | None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int | None = None,
     target_weights: Callable[[Tensor], Tensor | None] | None = None,
@@ -42,7 +42,7 @@ def sharded_causal_lm_loss(
         logits: (B, s, V), of this rank's tokens.
         shift_labels: (B, L), the shifted labels of the whole text, the same on every rank. On the CPU, they are
             checked, and the host does not wait for the device.
-        text: the sharding of the tokens.
+        text: the sharding of the tokens; None: `logits` are of the whole text.
         num_items_in_batch: the divisor of the sum; None: the number of targets (a mean).
         ignore_index: the label of tokens without a target; None: -100.
         target_weights: returns the weights of the losses of targets; None, or None returned: all are 1.
@@ -54,16 +54,13 @@ def sharded_causal_lm_loss(
     Raises:
         ShapeError: on all ranks, if the labels do not have the shape of the text, or are no tokens.
     """
-    if shift_labels.shape != (text.batch, text.length):
+    if text is not None and shift_labels.shape != (text.batch, text.length):
         raise ShapeError(
             f"labels are {tuple(shift_labels.shape)}; expected the shape of the text, {(text.batch, text.length)}"
         )
     ignore = IGNORE if ignore_index is None else ignore_index
-    if shift_labels.device.type == "cpu":
-        require_tokens(shift_labels, logits.shape[-1], ignore)
-    local = copy_to_device(text.shard(shift_labels, 1, ignore), logits.device)
-    total = summed_cross_entropy(logits, local, ignore, target_weights(local) if target_weights else None)
-    return mean_over_targets(group_sum(total, text.comm), shift_labels, num_items_in_batch, ignore)
+    local = copy_to_device(shift_labels if text is None else text.shard(shift_labels, 1, ignore), logits.device)
+    return _loss_over_group(logits, local, shift_labels, text, num_items_in_batch, ignore, target_weights)
 
 
 def loss_of_targets(
@@ -89,8 +86,22 @@ def loss_of_targets(
     rows = (local != ignore).nonzero().flatten()
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = head(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
-    require_tokens(targets, logits.shape[-1], ignore)
-    total = summed_cross_entropy(logits, labels, weights=target_weights(labels) if target_weights else None)
+    return _loss_over_group(logits, labels, targets, text, num_items_in_batch, ignore, target_weights)
+
+
+def _loss_over_group(
+    logits: Tensor,
+    local: Tensor,
+    targets: Tensor,
+    text: TextShards | None,
+    num_items_in_batch: Tensor | int | None,
+    ignore: int,
+    target_weights: Callable[[Tensor], Tensor | None] | None,
+) -> Tensor:
+    """Return the loss of logits (..., V) and their labels `local` (...); `targets` (B, L) are those of all ranks."""
+    if targets.device.type == "cpu":
+        require_tokens(targets, logits.shape[-1], ignore)
+    total = summed_cross_entropy(logits, local, ignore, target_weights(local) if target_weights else None)
     total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, num_items_in_batch, ignore)
 
@@ -119,11 +130,13 @@ def mean_over_targets(total: Tensor, targets: Tensor, num_items_in_batch: Tensor
     return total / (count.to(total.device) if isinstance(count, Tensor) and moves else count)
 
 
-def require_tokens(targets: Tensor, vocabulary: int, ignore: int) -> None:
-    """Raise ShapeError unless the targets, on the CPU, are `ignore` or tokens, ``0 <= target < vocabulary``.
+def require_tokens(targets: Tensor, vocabulary: int, ignore: int | None) -> None:
+    """Raise ShapeError unless the targets, on the CPU, are `ignore` (None: -100) or tokens, ``0 <= target <
+    vocabulary``.
 
     All ranks have all targets, so all raise. The cross-entropy of the rank that has the token would raise on it alone.
     """
+    ignore = IGNORE if ignore is None else ignore
     wrong = targets[(targets != ignore) & ((targets < 0) | (targets >= vocabulary))]
     if wrong.numel():
         raise ShapeError(

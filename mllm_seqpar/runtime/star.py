@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.errors import MaskError
 from mllm_seqpar.sharding import gather_sequence
 
 from .text import TextShards
@@ -63,11 +64,19 @@ class StarText(TextShards):
         valid, first = (None if x is None else x[:, :context] for x in (valid, first))
         super().__init__(batch, context, comm, "contiguous", valid, first)
         self.new_token_rank = comm.size - 1  # the paper's query host
+        self.local = 2 * self.block
         self.padded = context + comm.size  # the first column of padding fills the second half of the first rank's rows
 
-    @property
-    def local(self) -> int:
-        return 2 * self.block
+    def require_text_in_anchor(self) -> None:
+        """Raise MaskError for samples that are all padding in the anchor."""
+        if self.valid is not None:
+            without_text = (~self.valid[:, : self.block].any(1)).nonzero().flatten().tolist()
+            if without_text:
+                raise MaskError(
+                    f"attention_mask: sample {without_text[0]} has padding only among its first {self.block} tokens, "
+                    'which are the anchor of self_attention="star" and must be text; pass samples of about one length, '
+                    "or one by one"
+                )
 
     def positions(self, rank: int) -> Tensor:
         """(2 b,) int64: the anchor, then the rank's own block; on the first rank, b times the first padding column."""

@@ -36,7 +36,9 @@ class TextShards:
         first: (B or 1, L) int64 or None: the first key each row may attend to (packed sequences).
 
     Attributes:
+        local: s, the number of tokens on each rank, padding included.
         valid: (B, L) bool on the CPU; None if all tokens may be attended to.
+        is_plain: whether the text is one causal sequence for each sample, without padding of the caller.
         new_token_rank: the rank that keeps K and V of all tokens after this text; None: the ranks take turns.
     """
 
@@ -53,20 +55,12 @@ class TextShards:
     ) -> None:
         self.batch, self.length, self.comm, self.layout = batch, length, comm, layout
         self.padded = padded_length(length, comm.size, layout)
+        self.local = self.padded // comm.size
         valid = None if valid is None else valid.cpu().bool()
         self.valid = None if valid is None or bool(valid.all()) else valid
         self._first = None if first is None else first.long().cpu()
+        self.is_plain = self.valid is None and self._first is None
         self._blocks: dict[int | None, BlockMasks] = {}
-
-    @property
-    def local(self) -> int:
-        """s, the number of tokens on each rank, padding included."""
-        return self.padded // self.comm.size
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the text is one causal sequence for each sample, without padding of the caller."""
-        return self.valid is None and self._first is None
 
     def positions(self, rank: int) -> Tensor:
         """Return the positions of the tokens of `rank` in the padded text, (s,) int64 on the CPU."""

@@ -16,10 +16,10 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -32,9 +32,10 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.videos.prefetch import begin_ahead
 from mllm_seqpar.videos.reader import decode_threads
 
-from .stored_tower import ARGUMENT, TowerReplay
+from .stored_tower import ARGUMENT, TowerReplay, has_outputs
 
 _log = get_logger(__name__)
 
@@ -49,6 +50,9 @@ _READ_AHEAD = 8
 
 _LOADERS = 4
 """The largest number of threads that decode micro-batches; each of them uses `--decode_threads` threads."""
+
+_Begun = tuple[tuple[int, ...], Future[ChatBatch]]
+"""Samples that other threads read, and what they make of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,33 +122,6 @@ def _permutation(samples: int, seed: str) -> list[int]:
     return order
 
 
-@dataclass(eq=False)
-class MicroBatch:
-    """The samples of one forward pass of a group. `BatchReader` opens it first, and then loads it.
-
-    Attributes:
-        samples: numbers of the samples in the data set, replacements included.
-        chat: once opened, the text, with the numbers of targets, tokens and frames, and the places of the samples.
-        shard: once opened, the frames of this rank.
-        size: the bytes of these frames when they are decoded; 0 before.
-        arguments: once loaded, the arguments of the model's forward, on the CPU; with stored features, also a
-            `TowerRows`.
-        loaded: ends when the arguments are there, or with the error.
-    """
-
-    samples: tuple[int, ...]
-    chat: ChatBatch = field(init=False)
-    shard: FrameShard = field(init=False)
-    size: int = field(default=0, init=False)
-    arguments: dict[str, Any] = field(default_factory=dict, init=False)
-    loaded: Future[None] = field(default_factory=Future, init=False)
-
-    @property
-    def has_features(self) -> bool:
-        """Whether stored features replace the frames."""
-        return ARGUMENT in self.arguments and self.arguments[ARGUMENT].states is not None
-
-
 class BatchReader:
     """Reads micro-batches on all ranks together.
 
@@ -177,73 +154,82 @@ class BatchReader:
         self.skipped: dict[int, str] = {}
         self.threads = min(_LOADERS, dataset.threads or decode_threads())  # that decode micro-batches
 
-    def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[MicroBatch]:
+    def read_all(self, passes: Iterable[Sequence[int]], ahead: int = 1) -> Generator[ChatBatch]:
         """Yield the samples of each pass as one micro-batch, while at least `ahead` of the following ones are read.
 
         All ranks take the same number.
         """
-        waiting = deque[tuple[Sequence[int], MicroBatch]]()
+        begun = deque[tuple[Sequence[int], tuple[int, ...]]]()
 
-        def following() -> MicroBatch:
-            samples, begun = waiting.popleft()
-            wait([begun.loaded])  # in any case, because its bytes count until it is released
-            batch = self.read(samples, begun)
-            reading.release(begun)
-            return batch
-
-        with closing(_ReadAhead(self, self._ahead_bytes)) as reading:
+        def chosen() -> Iterator[tuple[int, ...]]:
             for samples in passes:
-                chosen = attempt(partial(self._chosen, samples))[0] or tuple(samples)  # `read` raises the error
-                waiting.append((samples, reading.begin(chosen)))
-                if len(waiting) > max(ahead, _READ_AHEAD):
-                    yield following()
-            while waiting:
-                yield following()
+                usable = attempt(partial(self._chosen, samples))[0] or tuple(samples)  # `read` raises the error
+                begun.append((samples, usable))
+                yield usable
 
-    def read(self, samples: Sequence[int], begun: MicroBatch | None = None) -> MicroBatch:
+        def agreed(loaded: Future[ChatBatch]) -> ChatBatch:
+            samples, usable = begun.popleft()
+            return self.read(samples, (usable, loaded))
+
+        depth = max(ahead, _READ_AHEAD)
+        reading = begin_ahead(
+            chosen(), self.load, depth, self.threads, open_item=self.open, size=self._size, limit=self._ahead_bytes
+        )
+        with closing(reading):
+            yield from map(agreed, reading)  # a loop would hold a micro-batch while it waits for the next one
+
+    def read(self, samples: Sequence[int], begun: _Begun | None = None) -> ChatBatch:
         """Return these samples as one micro-batch. Every rank of the run must call this the same number of times.
 
         Args:
             samples: of this rank's group.
-            begun: what other threads read of them; returned unless some of its samples must be replaced.
+            begun: the samples that other threads have read instead; used unless some of these must be replaced.
 
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
         """
-        batch, decode = begun, False
+        batch, decode = None, False
         while True:
-            batch, error = attempt(partial(self._usable, samples, batch, decode))
+            batch, error = attempt(partial(self._usable, samples, batch, begun, decode))
+            begun = None
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
-            numbers = bad, batch is not None and batch.has_features
+            numbers = bad, batch is not None and has_outputs(batch.arguments)
             _, rows = agree(
                 self._comm,
                 "reading the training data",
                 error=None if bad >= 0 else error,
                 numbers=lambda _, numbers=numbers: numbers,
             )
-            features = {row[1] for row in rows}
             if any(row[0] >= 0 for row in rows):
                 messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
                 faults = {rows[rank][0]: messages[rank] for rank in self._members if rows[rank][0] >= 0}
                 for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
-                    self._skip(sample, message)
-            elif len(features) == 1:
+                    if sample not in self.skipped:
+                        self.skipped[sample] = message
+                        if self._comm.rank == self._members[0]:
+                            _log.warning("skipped, %d so far: %s", len(self.skipped), message)
+            elif len({row[1] for row in rows}) == 1:
                 assert batch is not None
                 return batch
             else:
                 decode = True  # some rank computes features, so all do
 
-    def _usable(self, samples: Sequence[int], batch: MicroBatch | None, decode: bool) -> MicroBatch:
-        """Return `batch` if it has these samples, with replacements for known bad ones; otherwise load them.
+    def _usable(
+        self,
+        samples: Sequence[int],
+        batch: ChatBatch | None,
+        begun: _Begun | None,
+        decode: bool,
+    ) -> ChatBatch:
+        """Return `batch` or `begun` if it has these samples, with replacements for known bad ones; otherwise load them.
 
         With `decode`, stored features are not used.
         """
         chosen = self._chosen(samples)
-        if batch is None or batch.samples != chosen or (decode and batch.has_features):
-            batch = MicroBatch(chosen)
-            self.open(batch)
-            self.load(batch, decode)
-        batch.loaded.result()
+        if begun is not None and begun[0] == chosen:
+            return begun[1].result()
+        if batch is None or batch.samples != chosen or (decode and has_outputs(batch.arguments)):
+            batch = self.load(self.open(chosen), decode)
         return batch
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
@@ -268,22 +254,42 @@ class BatchReader:
             f"run `mllm-seqpar check-data`. One of them: {self.skipped[sample]}"
         )
 
-    def open(self, batch: MicroBatch) -> None:
+    def open(self, samples: tuple[int, ...]) -> ChatBatch:
         """Read the text of a micro-batch and plan its frames, without decoding anything."""
-        with self._lock, self._naming(batch.samples):
-            batch.chat = self._dataset.batch(batch.samples)
-            text, layout = batch.chat.text, self._chat_format.frame_layout
-            batch.shard = FrameShard.of(len(text.slots), self._group, layout, text.sizes)
-            batch.size = len(batch.shard) and len(batch.shard) * sum(x.nbytes for x in self._chat_format.blank())
+        with self._lock, self._naming(samples):
+            batch = self._dataset.batch(samples)
+            text, layout = batch.text, self._chat_format.frame_layout
+            shard = FrameShard.of(len(text.slots), self._group, layout, text.sizes)
+            return replace(batch, samples=samples, shard=shard)
 
-    def load(self, batch: MicroBatch, decode: bool = False) -> None:
-        """Decode this rank's frames of an open micro-batch; unless `decode`, only if their features are not stored."""
+    def _size(self, batch: ChatBatch) -> int:
+        """Return the bytes of this rank's frames when they are decoded."""
+        assert batch.shard is not None
         with self._naming(batch.samples):
-            rows = None if self._features is None else self._features.rows(batch.chat, batch.shard, read=not decode)
-            stored = None if rows is None or rows.states is None else len(rows)
-            arguments = self._arguments(batch.chat, batch.shard, stored)
-            batch.arguments = arguments if rows is None else arguments | {ARGUMENT: rows}
-        batch.loaded.set_result(None)
+            return len(batch.shard) and len(batch.shard) * sum(x.nbytes for x in self._chat_format.blank())
+
+    def load(self, batch: ChatBatch, decode: bool = False) -> ChatBatch:
+        """Return an open micro-batch with its arguments, this rank's frames among them.
+
+        If all ranks have stored outputs of the vision tower, as many rows that take the memory of one stand for the
+        frames; `decode` does not use them.
+        """
+        shard, chat_format = batch.shard, self._chat_format
+        assert shard is not None
+        with self._naming(batch.samples):
+            arguments: dict[str, Any] = chat_format.arguments(batch.text) | {"use_cache": False}
+            if self._features is not None:
+                arguments[ARGUMENT] = self._features.rows(batch, shard, read=not decode)
+            if shard.total:
+                if has_outputs(arguments):
+                    blank = chat_format.joined([chat_format.blank()])
+                    pixels = tuple(x[:1].expand(len(arguments[ARGUMENT]), *x.shape[1:]) for x in blank)
+                else:
+                    pixels = load_local_images(batch, shard.ranges, chat_format)
+                arguments |= dict(zip(chat_format.frame_names, pixels, strict=True))
+                if self._group.size > 1 or chat_format.always_sharded:
+                    arguments["visual_shard"] = shard
+            return replace(batch, arguments=arguments)
 
     @contextmanager
     def _naming(self, samples: Sequence[int]) -> Iterator[None]:
@@ -295,115 +301,3 @@ class BatchReader:
         except Exception as error:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
-
-    def _arguments(self, batch: ChatBatch, shard: FrameShard, stored: int | None) -> dict[str, Any]:
-        """Return the arguments of the model's forward, with the frames of `shard`, and labels.
-
-        If `stored` rows of the tower are read, as many rows that take the memory of one stand for the frames.
-        """
-        chat_format = self._chat_format
-        arguments: dict[str, Any] = chat_format.arguments(batch.text) | {"use_cache": False}
-        if shard.total:
-            if stored is None:
-                pixels = load_local_images(batch, shard.ranges, chat_format)
-            else:
-                blank = chat_format.joined([chat_format.blank()])
-                pixels = tuple(x[:1].expand(stored, *x.shape[1:]) for x in blank)
-            arguments |= dict(zip(chat_format.frame_names, pixels, strict=True))
-            if self._group.size > 1 or chat_format.always_sharded:
-                arguments["visual_shard"] = shard
-        return arguments
-
-    def _skip(self, sample: int, message: str) -> None:
-        if sample not in self.skipped:
-            self.skipped[sample] = message
-            if self._comm.rank == self._members[0]:
-                _log.warning("skipped, %d so far: %s", len(self.skipped), message)
-
-
-class _ReadAhead:
-    """Threads that read micro-batches in order: one thread opens them, and others load as many as the limit allows.
-
-    One micro-batch is always loaded, whatever its size. No thread waits for memory: what does not fit yet is loaded
-    once a micro-batch is released. A program that ends with an error therefore does not need to close this. What a
-    thread raises is the result of the micro-batch, even if it is not an Exception, such as an error inside Rust code.
-
-    Args:
-        reader: opens and loads a micro-batch.
-        limit: bytes of the frames of all micro-batches that are loaded and not released.
-    """
-
-    def __init__(self, reader: BatchReader, limit: int) -> None:
-        self._reader, self._limit = reader, limit
-        self._threads = reader.threads
-        self._opening = ThreadPoolExecutor(1, thread_name_prefix="open")
-        self._loading = ThreadPoolExecutor(self._threads, thread_name_prefix="load")
-        self._opened = deque[MicroBatch]()  # that are not being loaded yet
-        self._bytes = self._running = 0
-        self._lock = threading.Lock()
-
-    def begin(self, samples: tuple[int, ...]) -> MicroBatch:
-        """Begin to read the next micro-batch, and return it."""
-        batch = MicroBatch(samples)
-        self._submit(self._opening, self._open, batch)
-        return batch
-
-    def release(self, batch: MicroBatch) -> None:
-        """Stop counting the bytes of a micro-batch."""
-        with self._lock:
-            self._bytes -= batch.size
-        self._load_what_fits()
-
-    def close(self) -> None:
-        """Begin nothing more, and wait for what is being read."""
-        with self._lock:
-            self._threads = 0
-        for pool in (self._opening, self._loading):
-            pool.shutdown(cancel_futures=True)
-
-    @staticmethod
-    def _submit(pool: ThreadPoolExecutor, step: Callable[[MicroBatch], None], batch: MicroBatch) -> bool:
-        """Return whether `pool` will run the step; if it cannot, its error is the result of the micro-batch.
-
-        A pool that could not start a thread has queued the step all the same, and runs it once it has a thread. Steps
-        therefore do nothing with a micro-batch that has a result.
-        """
-        try:
-            pool.submit(step, batch)
-        except RuntimeError as error:  # the system allows no further thread, or the program ends
-            batch.loaded.set_exception(error)
-            return False
-        return True
-
-    def _open(self, batch: MicroBatch) -> None:
-        if batch.loaded.done():
-            return
-        try:
-            self._reader.open(batch)
-        except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
-            batch.loaded.set_exception(error)
-            return
-        with self._lock:
-            self._opened.append(batch)
-        self._load_what_fits()
-
-    def _load_what_fits(self) -> None:
-        with self._lock:
-            while self._opened and self._running < self._threads:
-                if self._bytes and self._bytes + self._opened[0].size > self._limit:
-                    return
-                batch = self._opened.popleft()
-                self._bytes += batch.size
-                self._running += self._submit(self._loading, self._load, batch)
-
-    def _load(self, batch: MicroBatch) -> None:
-        with self._lock:  # it was submitted under the lock
-            if batch.loaded.done():
-                return
-        try:
-            self._reader.load(batch)
-        except BaseException as error:  # noqa: BLE001 - raised where the micro-batch is taken
-            batch.loaded.set_exception(error)
-        with self._lock:
-            self._running -= 1
-        self._load_what_fits()

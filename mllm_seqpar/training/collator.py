@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.chats.batch import ChatBatch, ChatSample, collate, load_local_images
+from mllm_seqpar.chats.batch import ChatSample, collate, load_local_images
 from mllm_seqpar.chats.chat import Allowed, Chat, Turn
 from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.chats.clip import Clip, FrameSource
@@ -106,8 +106,14 @@ class SeqParDataCollator:
             labels = self._without_prompts(labels, prompts, samples)
         elif not self.assistant_only_loss:
             labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
-        arguments = self._chat_format.arguments(text) | self._pixels(batch)
+        arguments = self._chat_format.arguments(text)
         arguments.pop("labels")
+        if text.slots:
+            pixels = load_local_images(batch, range(len(text.slots)), self._chat_format)
+            if self._chat_format.always_sharded:  # unpatched, these models take the images of each sample
+                pixels = tuple(x.unflatten(0, (len(samples), -1)) for x in pixels)
+            frames = zip(self._chat_format.frame_names, pixels, strict=True)
+            arguments |= {name: x for name, x in frames if len(x)}
         renamed = {_NAMES.get(name, name): value for name, value in arguments.items()}
         return renamed | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
 
@@ -119,14 +125,6 @@ class SeqParDataCollator:
         assert answers is not None
         earlier = (answers != -100).sum(1, keepdim=True)
         return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
-
-    def _pixels(self, batch: ChatBatch) -> dict[str, Tensor]:
-        if not batch.text.slots:
-            return {}
-        pixels = load_local_images(batch, range(len(batch.text.slots)), self._chat_format)
-        if self._chat_format.always_sharded:  # unpatched, these models take the images of each sample
-            pixels = tuple(x.unflatten(0, (len(batch.places), -1)) for x in pixels)
-        return {name: x for name, x in zip(self._chat_format.frame_names, pixels, strict=True) if len(x)}
 
     def _source(self, medium: Clip) -> FrameSource:
         source = medium.source

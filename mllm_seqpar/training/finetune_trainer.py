@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.chats.batch import ChatBatch
 from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.store import TowerStore
@@ -39,7 +41,7 @@ from mllm_seqpar.integrations.accelerate import reshard
 from mllm_seqpar.patching import patch_of
 
 from .arguments import FineTuneOptions
-from .batches import BatchReader, MicroBatch, SampleOrder
+from .batches import BatchReader, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
 from .stored_tower import ARGUMENT, TowerReplay
@@ -110,7 +112,7 @@ class FineTuneTrainer(SeqParTrainer):
         ahead_bytes = int(self.options.run.read_ahead_gib * 2**30)
         return BatchReader(dataset, patch.context.comm, self._host, ahead_bytes, self._features)
 
-    def _read(self, reader: BatchReader, passes: Iterable[Sequence[int]], ahead: int = 1) -> Iterator[MicroBatch]:
+    def _read(self, reader: BatchReader, passes: Iterable[Sequence[int]], ahead: int = 1) -> Iterator[ChatBatch]:
         """Yield the passes as micro-batches; if the reader raises on all ranks, save a checkpoint first."""
         try:
             with closing(reader.read_all(passes, ahead)) as batches:
@@ -133,8 +135,7 @@ class FineTuneTrainer(SeqParTrainer):
             done = start % order.steps_per_epoch
             yield from [None] * (done * order.micro_batches)
             passes = order.passes(self._group_index, start, start - done + order.steps_per_epoch)
-            for batch in self._read(reader, passes, order.micro_batches):
-                yield batch.arguments
+            yield from map(attrgetter("arguments"), self._read(reader, passes, order.micro_batches))
 
         stream = _Stream(epoch, order.steps_per_epoch * order.micro_batches)
         return DataLoader(stream, batch_size=None, collate_fn=self._frames_on_host)
@@ -173,24 +174,19 @@ class FineTuneTrainer(SeqParTrainer):
     ) -> Any:
         """Return the group's share of the loss of the step, times the number of groups, because it is averaged over
         groups."""
-        with self._replayed_tower(inputs) as arguments:
-            outputs = model(**arguments)
+        outputs = self._forward(model, inputs)
         assert num_items_in_batch is not None
         loss = outputs.loss * (_targets(inputs) * self.data.order.dp / num_items_in_batch)
         if not loss.requires_grad:  # only the visual path trains, and no rank of the group has frames
             loss = loss.detach().requires_grad_()
         return (loss, outputs) if return_outputs else loss
 
-    @contextlib.contextmanager
-    def _replayed_tower(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of forward; inside, the vision tower returns stored outputs if the batch has them."""
+    def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Run the model; its vision tower returns stored outputs if the batch has them."""
         arguments = dict(inputs)
         rows = arguments.pop(ARGUMENT, None)
-        if rows is None or self._features is None:
-            yield arguments
-            return
-        with self._features.running(rows):
-            yield arguments
+        with contextlib.nullcontext() if self._features is None else self._features.running(rows):
+            return model(**arguments)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
@@ -237,10 +233,10 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for samples, batch in zip(passes, batches, strict=True):
-                with self._replayed_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
-                    loss = self.model(**arguments).loss
+                inputs = self._prepare_inputs(self._frames_on_host(batch.arguments))
+                loss = self._forward(self.model, inputs).loss
                 if samples:
-                    targets = batch.chat.targets
+                    targets = batch.targets
                     total += torch.stack([loss.double() * targets, *total.new_tensor([targets, len(samples)])])
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train()

@@ -5,8 +5,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from itertools import groupby, islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,18 +27,88 @@ def read_ahead(
     after the one before it has ended. An exception in `make` is raised where its result would have been yielded; calls
     that have not begun by then, or when the caller stops, are not made.
     """
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="read-ahead") as pool:
-        waiting: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(make, item))
-                if len(waiting) > depth:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    with closing(begin_ahead(items, make, depth, workers)) as futures:
+        yield from map(Future.result, futures)
+
+
+def begin_ahead(
+    items: Iterable[Item],
+    make: Callable[[Any], Result],
+    depth: int = 1,
+    workers: int = 1,
+    *,
+    open_item: Callable[[Item], Any] | None = None,
+    size: Callable[[Any], int] = lambda _: 0,
+    limit: int = 0,
+) -> Generator[Future[Result], None, None]:
+    """Yield the ended future of each item, as `read_ahead` yields results; it has whatever `make` raised.
+
+    Args:
+        open_item: opens the items, one after the other in a thread of its own; `make` then takes what it returns.
+        size: the bytes of the result of an open item. They count from when `make` begins until the future is yielded.
+        limit: of these bytes. Results without which none would count may exceed it. No thread waits for memory: what
+            does not fit is begun by the thread that frees bytes, so that a program can end without closing this.
+    """
+    opening, making = ThreadPoolExecutor(1, "open"), ThreadPoolExecutor(workers, "make")
+    begun = deque[Future[Result]]()
+    opened = deque[tuple[Future[Result], Any, int]]()  # what waits for memory, with its bytes
+    counted: dict[Future[Result], int] = {}
+    lock = threading.RLock()
+
+    def submit(pool: ThreadPoolExecutor, step: Callable[..., None], future: Future[Result], item: Any) -> None:
+        def run() -> None:
+            with lock:  # a pool that cannot start a thread has queued the step all the same
+                if future.done():
+                    return
+            try:
+                step(future, item)
+            except BaseException as error:  # noqa: BLE001 - also those of Rust code; the caller takes it
+                future.set_exception(error)
+
+        with lock:
+            try:
+                pool.submit(run)
+            except RuntimeError as error:  # the system allows no further thread, or the caller has stopped
+                future.set_exception(error)
+
+    def open_step(future: Future[Result], item: Any) -> None:
+        value = open_item(item)  # type: ignore[misc]
+        entry = future, value, size(value)
+        with lock:
+            opened.append(entry)
+        make_what_fits()
+
+    def make_what_fits() -> None:
+        with lock:
+            while opened and (not (held := sum(counted.values())) or held + opened[0][2] <= limit):
+                future, value, counted[future] = opened.popleft()
+                submit(making, lambda future, value: future.set_result(make(value)), future, value)
+
+    def begin(item: Item) -> Future[Result]:
+        if open_item is None:
+            return making.submit(make, item)
+        future = Future[Result]()
+        submit(opening, open_step, future, item)
+        return future
+
+    def next_ended() -> Future[Result]:
+        future = begun.popleft()
+        wait([future])
+        with lock:
+            counted.pop(future, None)
+        make_what_fits()
+        return future
+
+    try:
+        for item in items:
+            begun.append(begin(item))
+            if len(begun) > depth:
+                yield next_ended()
+        while begun:
+            yield next_ended()
+    finally:
+        for pool in (making, opening):
+            pool.shutdown(cancel_futures=True)
 
 
 class FrameBatches:
@@ -60,22 +132,17 @@ class FrameBatches:
         number, row = divmod(position, self._batch)
         with self._lock:
             if number not in self._arrays:
-                length = min(self._batch, self._total - number * self._batch)
-                self._arrays[number] = self._array((length, *image.shape))
+                shape = (min(self._batch, self._total - number * self._batch), *image.shape)
+                memory = self._unused.pop() if self._unused else np.empty(0, np.uint8)
+                if memory.size < math.prod(shape):
+                    memory = np.empty(math.prod(shape), np.uint8)
+                self._arrays[number] = np.ndarray(shape, np.uint8, memory)
+                weakref.finalize(self._arrays[number], self._unused.append, memory)
         array = self._arrays[number]
         if image.shape == array.shape[1:]:
             array[row] = image
         else:
             self._others[position] = image.copy()
-
-    def _array(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an array whose memory is used again when the tensor that is made from it no longer exists."""
-        memory = self._unused.pop() if self._unused else np.empty(0, np.uint8)
-        if memory.size < math.prod(shape):
-            memory = np.empty(math.prod(shape), np.uint8)
-        array = np.ndarray(shape, np.uint8, memory)
-        weakref.finalize(array, self._unused.append, memory)
-        return array
 
     def finish(self, count: int) -> Iterator[Tensor]:
         """Yield the tensors that are complete now that the next `count` images have been written."""
@@ -95,14 +162,6 @@ class FrameBatches:
 
 def stacked(images: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
     """Yield images in tensors of at most `batch`; a change of size starts a new tensor."""
-    found: list[Tensor] = []
-    for image in images:
-        if found and image.shape != found[0].shape:
-            yield torch.stack(found)
-            found = []
-        found.append(image)
-        if len(found) == batch:
-            yield torch.stack(found)
-            found = []
-    if found:
-        yield torch.stack(found)
+    for _, group in groupby(images, key=lambda image: image.shape):
+        while part := list(islice(group, batch)):
+            yield torch.stack(part)

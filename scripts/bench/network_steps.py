@@ -42,7 +42,7 @@ from network_calls import (
     setting_columns,
     without_transfers,
 )
-from paper_tables import PaperRow, read_table
+from paper_tables import PaperRow, paper_row
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, patch_model
@@ -52,11 +52,6 @@ from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, VisualProj
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.projections import FunctionProjection
 from namespaces import Network
-
-
-def paper_row(table: str, label: str, number: int) -> PaperRow:
-    """Return a model's row: 0 has the longest video, 1 half the frames, 2 half of text and frames."""
-    return [row for row in read_table(table) if row.label == label][number]
 
 
 def scaled_step(

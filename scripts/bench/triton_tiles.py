@@ -28,6 +28,7 @@ import harness
 import report
 import torch
 from harness import Row
+from kernels import operands
 from torch import Tensor
 
 from mllm_seqpar.kernels import FinalRows, kernel_by_name, triton_launches
@@ -87,11 +88,8 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
     """Yield the rates of the default tiles, of each candidate, and of kernels to compare with."""
     from triton.testing import do_bench
 
-    dtype, generator = getattr(torch, args.dtype), torch.Generator("cuda").manual_seed(0)
-    q, do, k, v = (
-        torch.randn(1, heads, length, dim, generator=generator, device="cuda", dtype=dtype)
-        for heads, length in 2 * [(HEADS, args.rows)] + 2 * [(GROUPS, args.keys)]
-    )
+    dtype, sizes = getattr(torch, args.dtype), (1, HEADS, GROUPS, args.rows, args.keys, dim)
+    q, k, v, do = (x.detach() for x in operands(sizes, "cuda", dtype))
     row = torch.arange(args.rows)[None]
     stairs = Intervals(torch.zeros_like(row), (row + 1) * args.keys // args.rows, args.keys)
 

@@ -12,6 +12,7 @@ from gpu_checks.common import FEW, Row, build, dtype_name, host_synchronisations
 from torch import Tensor
 from torch.nn import functional as F
 
+from dense_attention import dense_attention
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
 from mllm_seqpar.kernels import BlockKernel, FinalRows, choose_kernel, kernel_by_name, kernel_names
@@ -171,11 +172,8 @@ def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
 
 def reference(p: Problem) -> dict[str, Tensor]:
     """Return o, dq, dk, dv in float64."""
-    leaves = q, k, v = [x.detach().double().requires_grad_() for x in (p.q, p.k, p.v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    visible = p.visible
-    scores = (q @ keys.mT * p.options["scale"]).masked_fill(~visible[:, None], torch.finfo(torch.float64).min)
-    o = scores.softmax(-1) * visible[:, None] @ values  # 0 in rows without a visible key
+    leaves = [x.detach().double().requires_grad_() for x in (p.q, p.k, p.v)]
+    o, _ = dense_attention(*leaves, p.visible, p.options["scale"])
     grads = torch.autograd.grad(o, leaves, p.do.double())
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
 

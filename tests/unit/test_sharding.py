@@ -220,6 +220,7 @@ def test_sizes_of_frames() -> None:
     )
     assert sizes != FrameSizes(4, [2, 1, 2, 3]) and sizes.fact != FrameSizes(4, [2, 1, 2, 3]).fact
     assert sizes.joined(2) == FrameSizes(2, [3, 5]) and FrameSizes(6, 4).joined(3) == FrameSizes(2, 12)
+    assert FrameShard.of(0, "self", sizes=[]) == FrameShard.of(0, "self")  # a text without frames
     assert FrameSizes(0, torch.tensor([])).spans(2) == ((), ())
     shard = FrameShard.of(4, "self", "contiguous", [2, 1, 3, 2])
     assert shard.spans == ((0, 4),) and frame_range(4, "self", [2, 1, 3, 2]) == range(4)

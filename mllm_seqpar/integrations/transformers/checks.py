@@ -18,10 +18,8 @@ from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, by_rank
-from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.digests import fingerprint
+from mllm_seqpar.digests import checksum, fingerprint, sampled_bits
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
-from mllm_seqpar.runtime.checksums import checksum, sampled_bits
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 
@@ -68,55 +66,41 @@ def require_same_inputs(
         inputs.read()
         return inputs
     facts = functools.partial(_facts, inputs, model, kwargs or {}, weights)
-    numbers = functools.partial(_kind_of_frames, inputs, comm)
-    _, rows = agree(comm, _PASS, check, facts, numbers=numbers, remedy=_REMEDY)
-    inputs = inputs.changed(shard_layout=_common_layout(inputs, [layouts for _, _, layouts in rows]))
-    return inputs.changed(frames=_with_common_kind(inputs.frames, [row[:2] for row in rows]))
 
+    def kind_of_frames(_: None) -> tuple[int, bool, int]:
+        """Return the number of the dtype of this rank's frames, or -1 without any, whether they require gradients, and
+        the layouts that the caller's shard may have, a bit for each."""
+        frames, shard, bits = inputs.frames, inputs.visual_shard, 0
+        if isinstance(shard, FrameShard) and frames is not None:
+            bits = sum(1 << _LAYOUTS.index(x) for x in shard.layouts(comm.rank, comm.size, inputs.sizes))
+        if frames is None or not frames.shape[0]:
+            return -1, False, bits
+        return _DTYPES.index(frames.dtype), frames.requires_grad, bits
 
-def _kind_of_frames(inputs: ForwardInputs, comm: Communicator, _: None = None) -> list[int]:
-    """Return the number of the dtype of this rank's frames, or -1 without any, whether they require gradients, and the
-    layouts of the caller's shard, a bit for each."""
-    frames, shard = inputs.frames, inputs.visual_shard
-    given = isinstance(shard, FrameShard) and frames is not None
-    layouts = shard.layouts(comm.rank, comm.size, inputs.sizes) if given and shard is not None else []
-    bits = sum(1 << place for place, layout in enumerate(_LAYOUTS) if layout in layouts)
-    if frames is None or not frames.shape[0]:
-        return [-1, 0, bits]
-    return [_DTYPES.index(frames.dtype), int(frames.requires_grad), bits]
-
-
-def _common_layout(inputs: ForwardInputs, rows: Sequence[int]) -> str | None:
-    """Return the layout in which every rank has its shard; AgreementError if no layout is that of all ranks."""
-    if inputs.visual_shard is None:
-        return None
-    by_bits = [[layout for place, layout in enumerate(_LAYOUTS) if bits >> place & 1] for bits in rows]
-    common = [layout for layout in _LAYOUTS if all(layout in layouts for layouts in by_bits)]
-    if not common and inputs.frames is not None:
-        named = by_rank([" or ".join(layouts) for layouts in by_bits])
-        raise AgreementError(f"{_PASS}: the ranks differ in layout of the frames: {named}. {_REMEDY}")
-    return next(iter(common), None)
-
-
-def _with_common_kind(frames: Tensor | None, rows: Sequence[Sequence[int]]) -> Tensor | None:
-    """Return this rank's frames: an empty tensor in the dtype of the others' frames; all require gradients, or none.
-
-    AgreementError if frames have several dtypes. Under autocast, layers take features in the dtype that the caller
-    passes, and ranks may send them to each other. If the frames of one rank require gradients, all ranks take part in
-    backward; an empty tensor alone asks for none.
-    """
-    dtypes = {number for number, _ in rows} - {-1}
+    _, kinds = agree(comm, _PASS, check, facts, numbers=kind_of_frames, remedy=_REMEDY)
+    if (frames := inputs.frames) is None:
+        return inputs
+    layout = None
+    if inputs.visual_shard is not None:
+        by_rank_layouts = [[x for place, x in enumerate(_LAYOUTS) if bits >> place & 1] for _, _, bits in kinds]
+        layout = next((x for x in _LAYOUTS if all([x in layouts for layouts in by_rank_layouts])), None)
+        if layout is None:
+            named = by_rank([" or ".join(layouts) for layouts in by_rank_layouts])
+            raise AgreementError(f"{_PASS}: the ranks differ in layout of the frames: {named}. {_REMEDY}")
+    # Under autocast, layers take features in the dtype that the caller passes, and ranks may send them to each other.
+    dtypes = {number for number, _, _ in kinds} - {-1}
     if len(dtypes) > 1:
-        named = by_rank([None if number < 0 else str(_DTYPES[number]) for number, _ in rows])
+        named = by_rank([None if number < 0 else str(_DTYPES[number]) for number, _, _ in kinds])
         raise AgreementError(f"{_PASS}: the ranks differ in dtype of frames: {named}. {_REMEDY}")
-    if not dtypes or frames is None:
-        return frames
-    if not frames.shape[0]:
-        frames = frames.to(_DTYPES[dtypes.pop()])
-    requires_grad = any(requires_grad for _, requires_grad in rows)
-    if frames.requires_grad == requires_grad:
-        return frames
-    return frames.detach().requires_grad_(requires_grad)  # the caller's tensor stays as it is
+    if dtypes:
+        if not frames.shape[0]:
+            frames = frames.to(_DTYPES[dtypes.pop()])
+        # If the frames of one rank require gradients, all ranks take part in backward; an empty tensor alone asks for
+        # none. The caller's tensor stays as it is.
+        requires_grad = any([requires_grad for _, requires_grad, _ in kinds])
+        if frames.requires_grad != requires_grad:
+            frames = frames.detach().requires_grad_(requires_grad)
+    return inputs.changed(frames=frames, shard_layout=layout)
 
 
 def _facts(
@@ -125,22 +109,25 @@ def _facts(
     """Return what must be equal on all ranks, by name; of tensors digests. All are read from the device at once."""
     frames, mask, whole = inputs.frames, inputs.attention_mask, inputs.visual_shard is None
     num_items, logits_to_keep = kwargs.get("num_items_in_batch"), kwargs.get("logits_to_keep")
-    pixels = frames is not None and inputs.compares_values_of_frames
     compared: dict[str, list[Tensor | None]] = {
         "embeddings": [sampled_bits(inputs.tokens) if inputs.input_ids is None else None],
         "the attention mask": [*mask.values()] if isinstance(mask, Mapping) else [mask],  # one per kind of layer
         "position ids": [inputs.position_ids],
-        "pixels": [sampled_bits(frames) if frames is not None and pixels else None],
+        "pixels": [sampled_bits(frames) if frames is not None and inputs.compares_values_of_frames else None],
         "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
-        "weights": [sampled_bits(x, _SAMPLED_WEIGHTS) for x in weights if _is_whole(x)],
+        # Every rank has the values of weights that FSDP does not shard.
+        "weights": [
+            sampled_bits(x, _SAMPLED_WEIGHTS)
+            for x in weights
+            if not isinstance(x, DTensor) and not x.is_meta and x.numel() > 0
+        ],
     }
     number = torch.as_tensor(-1 if num_items is None else num_items)
-    *read, number = inputs.read([*(x for tensors in compared.values() for x in tensors if x is not None), number])
+    *read, number = inputs.read([*[x for tensors in compared.values() for x in tensors if x is not None], number])
     on_host = iter(read)
-    facts: dict[str, Any] = {
-        f"digest of {name}": checksum(*(None if x is None else next(on_host) for x in tensors))
-        for name, tensors in compared.items()
-    }
+    facts: dict[str, Any] = {}
+    for name, tensors in compared.items():
+        facts[f"digest of {name}"] = checksum(*[next(on_host) for x in tensors if x is not None])
     labels = "labels" if inputs.shift_labels is None else "shift_labels"
     moved_rows = inputs.prompt_rows if inputs.past_length else None
     facts |= {
@@ -188,11 +175,6 @@ def _modes(
     return modes
 
 
-def _is_whole(weight: Tensor) -> bool:
-    """Return whether every rank has the values of a weight, which FSDP does not shard."""
-    return not isinstance(weight, DTensor) and not weight.is_meta and weight.numel() > 0
-
-
 def check_frames(inputs: ForwardInputs, comm: Communicator, arguments: Sequence[str]) -> None:
     """Raise ShapeError unless frames are given in one form, by one of the `arguments` of the model's forward, and those
     of `visual_shard` are of this rank."""
@@ -221,6 +203,8 @@ def check_frames(inputs: ForwardInputs, comm: Communicator, arguments: Sequence[
 
 def check_text(inputs: ForwardInputs) -> None:
     """Raise ShapeError unless text, positions and labels have valid shapes and dtypes."""
+    if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
+        raise ShapeError("pass either input_ids or inputs_embeds")
     dims = 2 if inputs.input_ids is not None else 3
     if inputs.tokens.dim() != dims:
         name = "input_ids" if dims == 2 else "inputs_embeds"
@@ -344,10 +328,8 @@ def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def check_star(config: SeqParConfig, inputs: ForwardInputs) -> None:
+def check_star(inputs: ForwardInputs) -> None:
     """Raise ConfigError if `self_attention="star"` is used outside of generation."""
-    if config.self_attention != "star":
-        return
     if torch.is_grad_enabled():
         raise ConfigError(
             'self_attention="star" is an approximation for inference and has no backward pass; generate with it, or '

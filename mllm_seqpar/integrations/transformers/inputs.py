@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_host
+from mllm_seqpar.digests import sampled_bits
 from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
-from mllm_seqpar.runtime.checksums import sampled_bits
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.text import packed_starts
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, FrameSizes, Spans, take_spans
@@ -66,30 +66,25 @@ class ForwardInputs:
     """Whether the frames of this pass follow those of the cache; True in a copy, once the ranks have agreed on it."""
     shard_layout: str | None = field(default=None, init=False)
     """The layout in which every rank has its shard, in a copy made once the ranks have compared their inputs."""
+    tokens: Tensor = field(init=False, repr=False)
+    """`input_ids` or `inputs_embeds`, whichever was given; `check_text` refuses both and none."""
+    batch: int = field(init=False)
+    length: int = field(init=False)
+    past_length: int = field(init=False)
+    """Number of tokens in the cache before this pass."""
+    has_labels: bool = field(init=False)
     _host: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
     _state: SequenceParallelCacheState | None = field(default=None, init=False, repr=False)
     """What `cache_state` returns in a copy, once the pass has brought the cache up to date, and of an earlier pass."""
 
-    @functools.cached_property
-    def tokens(self) -> Tensor:
-        """`input_ids` or `inputs_embeds`, whichever was given."""
+    def __post_init__(self) -> None:
         given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
-        if len(given) != 1:
-            raise ShapeError("pass either input_ids or inputs_embeds")
-        return given[0]
-
-    @functools.cached_property
-    def batch(self) -> int:
-        return self.tokens.shape[0]
-
-    @functools.cached_property
-    def length(self) -> int:
-        return self.tokens.shape[1]
-
-    @functools.cached_property
-    def past_length(self) -> int:
-        """Number of tokens in the cache before this pass."""
-        return 0 if self.cache is None else int(self.cache.get_seq_length())
+        tokens = given[0] if given else torch.empty(0, 0)
+        batch, length, *_ = *tokens.shape, 0, 0  # of a wrong number of dimensions, too
+        past_length = 0 if self.cache is None else int(self.cache.get_seq_length())
+        has_labels = self.labels is not None or self.shift_labels is not None
+        derived = {"tokens": tokens, "batch": batch, "length": length, "past_length": past_length}
+        vars(self).update(derived, has_labels=has_labels)
 
     @property
     def text_position_ids(self) -> Tensor | None:
@@ -114,9 +109,9 @@ class ForwardInputs:
     @functools.cached_property
     def sizes(self) -> FrameSizes:
         """The units of each frame of all ranks, also if this rank passed none. Without any, there is the empty one."""
-        total, state = self.total_frames if self.visual_shard is None else self.visual_shard.total, self.cache_state
-        earlier = None if state is None else state.frames
-        held = None if state is None or earlier is None else earlier.units_by_rank(state.group[1])
+        total, held = self.total_frames if self.visual_shard is None else self.visual_shard.total, None
+        if (state := self.cache_state) is not None and (earlier := state.frames) is not None:
+            held = earlier.units_by_rank(state.group[1])
         return FrameSizes(max(1, total), self.units_per_frame, held)
 
     def take(self, frames: Spans) -> tuple[Any, ...]:
@@ -181,14 +176,12 @@ class ForwardInputs:
     @property
     def prompt_rows(self) -> Tensor:
         """(B,) int64: the row of the frames' own pass that each row continues; the rows of a cache may have moved."""
-        state = self.cache_state
-        return torch.arange(self.batch) if state is None else state.rows_of(self.batch)
+        return torch.arange(self.batch) if (state := self.cache_state) is None else state.rows_of(self.batch)
 
     @property
     def prompt_batch(self) -> int:
         """The number of rows of the frames' own pass."""
-        state = self.cache_state
-        return self.batch if state is None else state.prompt_batch
+        return self.batch if (state := self.cache_state) is None else state.prompt_batch
 
     def on_host(self, name: str) -> Tensor | None:
         """Return one of the tensors of `read_by_host` on the CPU; None if the pass has none of that name."""
@@ -201,10 +194,10 @@ class ForwardInputs:
 
         Each copy from the device makes the host wait until the device has computed everything before it.
         """
-        wanted = self.read_by_host()
-        found = copy_to_host([*wanted.values(), *others])
-        self._host.update(zip(wanted, found[: len(wanted)], strict=True))
-        return found[len(wanted) :]
+        needed = self.read_by_host()
+        on_host = copy_to_host([*needed.values(), *others])
+        self._host.update(zip(needed, on_host, strict=False))
+        return on_host[len(needed) :]
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return the tensors whose values the host needs to plan this pass, by name.
@@ -213,25 +206,26 @@ class ForwardInputs:
         separate packed sequences, the compared tensors, and, in a pass with a cache, the sample of the frames by which
         they are recognised later.
         """
-        found, mask = dict(self.compared_tensors), self.attention_mask
-        names = () if self.is_decoding_step else ("input_ids", "labels", "shift_labels")
-        found |= {name: x for name in names if (x := getattr(self, name)) is not None}
+        tensors, mask = dict(self.compared_tensors), self.attention_mask
+        for name in () if self.is_decoding_step else ("input_ids", "labels", "shift_labels"):
+            if (x := getattr(self, name)) is not None:
+                tensors[name] = x
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            found["attention_mask"] = mask
-        elif mask is None and self.detects_packing and self.text_position_ids is not None:
-            found["position_ids"] = self.text_position_ids
+            tensors["attention_mask"] = mask
+        elif mask is None and self.detects_packing and (positions := self.text_position_ids) is not None:
+            tensors["position_ids"] = positions
         if self.frames is not None and self.use_cache:
-            found["sample_of_frames"] = sampled_bits(self.frames)
-        return found
+            tensors["sample_of_frames"] = sampled_bits(self.frames)
+        return tensors
 
     def check_shard(self, shard: FrameShard) -> None:
         """Raise ShapeError unless the tensors of frames have the same number of frames as the shard."""
         assert self.frames is not None
-        local = len(shard)
-        for shape in (tuple(tensor.shape) for tensor in (self.frames, *self.extras)):
-            if shape[0] != local:
+        for x in (self.frames, *self.extras):
+            if x.shape[0] != len(shard):
                 raise ShapeError(
-                    f"visual_shard: {shard} means {local} frames, {shape[0]} were passed, in a tensor of shape {shape}"
+                    f"visual_shard: {shard} means {len(shard)} frames, {x.shape[0]} were passed, in a tensor of shape "
+                    f"{tuple(x.shape)}"
                 )
 
     @functools.cached_property
@@ -253,15 +247,14 @@ class ForwardInputs:
         mask, tokens = self.attention_mask, self.past_length + self.length
         if mask is None:
             return None
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        longer = bool(self.past_length) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens
-        if shape != (self.batch, mask.shape[1] if longer else tokens):
-            expected = self.batch, tokens
+        is_table = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == self.batch
+        if not is_table or mask.shape[1] < tokens or (mask.shape[1] > tokens and not self.past_length):
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise MaskError(
-                f"attention_mask: sequence-parallel text takes a padding mask of shape {expected}, got {shape}"
+                f"attention_mask: sequence-parallel text takes a padding mask of shape {(self.batch, tokens)}, got "
+                f"{shape}"
             )
-        on_host = self.on_host("attention_mask")
-        return mask if on_host is None else on_host
+        return self.on_host("attention_mask")
 
     @functools.cached_property
     def packed_starts(self) -> Tensor | None:
@@ -269,16 +262,12 @@ class ForwardInputs:
         positions = self.on_host("position_ids") if self.padding_mask is None and self.detects_packing else None
         return None if positions is None else packed_starts(positions)
 
-    @functools.cached_property
-    def has_labels(self) -> bool:
-        return self.labels is not None or self.shift_labels is not None
-
     @property
     def given_labels(self) -> Tensor:
         """`shift_labels`, or `labels` without them; one of them was given."""
-        given = self.labels if self.shift_labels is None else self.shift_labels
-        assert given is not None
-        return given
+        labels = self.labels if self.shift_labels is None else self.shift_labels
+        assert labels is not None
+        return labels
 
     def target_labels(self, ignore_index: int | None = None) -> Tensor:
         """Return (B, L) shifted labels, which were given, on the CPU. The last is `ignore_index` (None: -100)."""
@@ -291,12 +280,12 @@ class ForwardInputs:
 
 def as_compared_tensors(**values: Any) -> dict[str, Tensor]:
     """Return values (None, numbers, tensors, or lists of them) as tensors by name; "name 0", "name 1" ... of a list."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in values.items():
         if isinstance(value, (list, tuple)):
-            found[f"length of {name}"] = torch.tensor(len(value))
+            tensors[f"length of {name}"] = torch.tensor(len(value))
         if isinstance(value, (list, tuple)) and not all(isinstance(x, int) for x in value):
-            found |= as_compared_tensors(**{f"{name} {number}": x for number, x in enumerate(value)})
+            tensors |= as_compared_tensors(**{f"{name} {number}": x for number, x in enumerate(value)})
         elif value is not None:
-            found[name] = torch.as_tensor(value)
-    return found
+            tensors[name] = torch.as_tensor(value)
+    return tensors

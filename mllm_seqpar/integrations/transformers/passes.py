@@ -27,9 +27,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._compat import cache_argument
-from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm.backends import require_transferable
-from mllm_seqpar.errors import MaskError
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.fsdp_units import call_within, refuse_other_sharding
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
@@ -41,17 +40,9 @@ from mllm_seqpar.models.cache import (
     shard_cached_text,
     supports_sharded_text,
 )
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import KVSource, frames_of_shards
-from mllm_seqpar.runtime.loss import (
-    IGNORE,
-    loss_of_targets,
-    mean_over_targets,
-    require_tokens,
-    sharded_causal_lm_loss,
-    summed_cross_entropy,
-)
+from mllm_seqpar.runtime.loss import loss_of_targets, require_tokens, sharded_causal_lm_loss
 from mllm_seqpar.runtime.star import StarText, block_length
 from mllm_seqpar.runtime.text import Rows, TextShards, packed_starts, requested_rows, select_logit_rows
 from mllm_seqpar.runtime.visual_features import VisualFeatures
@@ -153,13 +144,10 @@ class Pass:
                 # Only now: a cache whose frames could not be encoded is still an ordinary one.
                 layers = self.family.text_config.num_hidden_layers
                 shard_cached_text(self.cache, self.cache_state, parts[0].text, layers)
-            decoded = []
-            for rows, tokens in zip(parts, visual_tokens, strict=True):
-                if rows.text is None:
-                    state = self._state_over_cache(rows, tokens)
-                else:
-                    state = self._state_of_shards(rows, rows.text, tokens)
-                decoded.append(self._run_rows(rows, state))
+            decoded = [
+                self._run_rows(rows, self._state(rows, tokens))
+                for rows, tokens in zip(parts, visual_tokens, strict=True)
+            ]
             out = self._outputs(parts, decoded)
         return self.family.model_output(out, None if self.attended is None else self.attended.features, self.inputs)
 
@@ -171,23 +159,18 @@ class Pass:
         The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
         """
         if self.inputs.is_decoding_step:  # the ranks have compared the text before it
-            check_star(self.config, self.inputs)
+            if self.config.self_attention == "star":
+                check_star(self.inputs)
             if self.kwargs:  # seldom: `generate` passes none
-                self._check_arguments()
+                check_arguments(self.inputs, self.kwargs, (self.family.model.config, self.family.text_config))
             return
         model = self.family.model
         weights = [*model.parameters()] if self.context.compares_weights(torch.is_grad_enabled()) else []
         compared = {**self.kwargs, "logits_to_keep": self.logits_to_keep}
         if self.cache is not None:  # its class decides whether the text of a prompt is sharded
             compared["class of the cache supports sharded text"] = supports_sharded_text(self.cache)
-        self.inputs = require_same_inputs(
-            self.comm,
-            self.inputs,
-            functools.partial(self._check_rank, weights),
-            model=model,
-            kwargs=compared,
-            weights=weights,
-        )
+        check = functools.partial(self._check_rank, weights)
+        self.inputs = require_same_inputs(self.comm, self.inputs, check, model=model, kwargs=compared, weights=weights)
         check_tokens(self.inputs, model.get_input_embeddings())
 
     def _check_rank(self, weights: Sequence[Tensor]) -> None:
@@ -201,8 +184,9 @@ class Pass:
         if weights or family.has_adapters:
             family.has_adapters = refuse_arguments_of_samples(family.model, family.frame_modules, size)
         check_text(inputs)
-        self._check_arguments()
-        check_star(self.config, inputs)
+        check_arguments(inputs, self.kwargs, (family.model.config, family.text_config))
+        if self.config.self_attention == "star":
+            check_star(inputs)
         check_frames(inputs, self.comm, family.frame_arguments)
         if torch.is_grad_enabled():
             if inputs.past_length and size > 1 and family.has_cross_attention:
@@ -211,13 +195,9 @@ class Pass:
                 refuse_reentrant_checkpointing(family.checkpointed_modules)
         if inputs.has_labels:
             shards_text = size > 1 and self.config.shards_text and not inputs.use_cache
-            if shards_text or self._leaves_out_logits():
+            if shards_text or self._leaves_out_logits:
                 check_computed_loss(family.model, inputs, self.logits_to_keep)
         family.check_inputs(inputs)
-
-    def _check_arguments(self) -> None:
-        """Raise ConfigError for further arguments of the forward that are unknown or not supported."""
-        check_arguments(self.inputs, self.kwargs, (self.family.model.config, self.family.text_config))
 
     def _continued_cache_state(self) -> SequenceParallelCacheState:
         """Return what the patched model stores with the cache; raise if this pass cannot continue it."""
@@ -241,68 +221,42 @@ class Pass:
     def _parts(self) -> list[Rows]:
         """Return the rows of each part of a pass, in the order in which they are computed; the same on all ranks.
 
-        MaskError refuses an attention mask that is not (B, L) where the text is sharded.
+        MaskError refuses an attention mask that is not (B, L) where the text is sharded, and for Star Attention samples
+        that are all padding in the anchor.
         """
-        inputs, length = self.inputs, self.inputs.length
-        if self.cache_state is not None and (inputs.past_length or not self._shards_prompt()):
-            return [Rows(0, length)]
-        if self.cache_state is not None and self.config.self_attention == "star":
-            star = self._star_text()
-            return [Rows(0, star.length, star), Rows(star.length, length)]
-        shape = inputs.batch, length
-        text = TextShards(*shape, self.comm, self.config.text_layout, inputs.padding_mask, inputs.packed_starts)
+        inputs, config, comm, length = self.inputs, self.config, self.comm, self.inputs.length
+        if self.cache_state is not None:
+            shards_prompt = (
+                not inputs.past_length
+                and comm.size > 1
+                and config.shards_text
+                and config.shard_prompt_from is not None
+                and length >= config.shard_prompt_from
+                and (config.self_attention != "star" or block_length(length, comm.size) > 0)
+                and not torch.is_grad_enabled()
+                and supports_sharded_text(self.cache)
+            )
+            if not shards_prompt:
+                return [Rows(0, length)]
+            if config.self_attention == "star":
+                star = StarText(inputs.batch, length, comm, inputs.padding_mask, inputs.packed_starts)
+                star.require_text_in_anchor()
+                if comm.size > 2:  # with two ranks, the anchor and the second rank's block are the whole context
+                    self.context.report_approximation(star.block, length - star.length)
+                return [Rows(0, star.length, star), Rows(star.length, length)]
+        text = TextShards(inputs.batch, length, comm, config.text_layout, inputs.padding_mask, inputs.packed_starts)
         return [Rows(0, length, text)]
-
-    def _shards_prompt(self) -> bool:
-        """Return whether the text of a prompt is sharded; the same on all ranks."""
-        config, length, size = self.config, self.inputs.length, self.comm.size
-        return (
-            size > 1
-            and config.shards_text
-            and config.shard_prompt_from is not None
-            and length >= config.shard_prompt_from
-            and (config.self_attention != "star" or block_length(length, size) > 0)
-            and not torch.is_grad_enabled()
-            and supports_sharded_text(self.cache)
-        )
-
-    def _star_text(self) -> StarText:
-        """Return how Star Attention shards the context of a prompt; warn once per patched model that it is approximate.
-
-        With two ranks it is exact: the anchor and the second rank's block are the whole context. MaskError refuses
-        samples that are all padding in the anchor.
-        """
-        inputs, valid = self.inputs, self.inputs.padding_mask
-        text = StarText(inputs.batch, inputs.length, self.comm, valid, inputs.packed_starts)
-        if valid is not None:
-            without_text = (~valid[:, : text.block].bool().any(1)).nonzero().flatten().tolist()
-            if without_text:
-                raise MaskError(
-                    f"attention_mask: sample {without_text[0]} has padding only among its first {text.block} tokens, "
-                    'which are the anchor of self_attention="star" and must be text; pass samples of about one length, '
-                    "or one by one"
-                )
-        if self.comm.size > 2:
-            self.context.report_approximation(text.block, inputs.length - text.length)
-        return text
 
     # The frames. All ranks call these methods together. Frames reach the rows in one of two forms, or not at all in a
     # pass of text only: layers attend to them, to features of this pass or to K and V in the cache; or, in a
     # decoder-only model, their embeddings are among the rows, to which later tokens attend as to text.
-
-    def _new_tower(self) -> Tower:
-        """Return the vision tower in this pass, once it is known whether frames follow those of the cache."""
-        tower = Tower(self.family, self.inputs)
-        self.own_frames = span_length(tower.own) if self.inputs.total_frames else 0
-        return tower
 
     def _attended_frames(self) -> AttendedFrames | None:
         """Return the frames that rows attend to: encoded now, or those of the cache; None in a pass of text only.
 
         K and V of frames that are encoded in a pass with a cache are stored in the cache.
         """
-        family, state, features = self.family, self.cache_state, None
-        source: KVSource
+        family, state, features, visual = self.family, self.cache_state, None, None
         encoded = self.inputs if state is None else self._encoded_inputs(state)
         if encoded is not None:
             self.inputs = encoded
@@ -311,21 +265,31 @@ class Pass:
             features = tower.features()
             if features is None:
                 return None
-            source = visual = tower.visual_features(features)
+            visual = tower.visual_features(features)
             if state is not None:
-                source = self._store_frames(state, visual, features)
+                self._store_frames(state, visual, features)
                 family.complete_cache(self.inputs, self.cache, state)
-        elif state is not None and state.visual_kv is not None:
-            source = state.visual_kv
-        else:
+        cached = None if state is None else state.visual_kv
+        source: KVSource | None = visual if cached is None else cached
+        if source is None:
             return None
-        inputs = self.inputs
-        if source.total_frames if isinstance(source, VisualKVCache) else inputs.total_frames:
-            mask = self._visibility(source)
-        else:  # the empty frame, to which no row attends
+        inputs, tokens = self.inputs, source.tokens_per_unit
+        if not (inputs.total_frames if cached is None else cached.total_frames):
             none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
-            mask = FrameMask.from_intervals(none, none, source.tokens_per_unit, source.units)
+            mask = FrameMask.from_intervals(none, none, tokens, source.units)  # no row attends to the empty frame
+        elif state is None or cached is None or cached.earlier is None:
+            mask = family.visibility(inputs, source.units, tokens)
+        else:  # of each pass that brought frames
+            views = [*map(inputs.of_pass, state.by_pass()[:-1]), inputs]
+            parts = zip(views, cached.parts, strict=True)
+            mask = FrameMask.joined([family.visibility(view, part.own_units, tokens) for view, part in parts])
         return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
+
+    def _new_tower(self) -> Tower:
+        """Return the vision tower in this pass, once it is known whether frames follow those of the cache."""
+        tower = Tower(self.family, self.inputs)
+        self.own_frames = span_length(tower.own) if self.inputs.total_frames else 0
+        return tower
 
     def _encoded_inputs(self, state: SequenceParallelCacheState) -> ForwardInputs | None:
         """Return the inputs of a pass with a cache if it encodes frames: a prompt does, for FSDP also without any.
@@ -350,28 +314,14 @@ class Pass:
         """Return the fingerprint of the frames that the caller passes."""
         return fingerprint_of(frames, self.inputs.on_host("sample_of_frames"))
 
-    def _store_frames(
-        self, state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor
-    ) -> VisualKVCache:
-        """Store the frames of this pass in the cache, in place of others or after them; return where K and V are."""
+    def _store_frames(self, state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor) -> None:
+        """Store the frames of this pass in the cache, in place of others or after them."""
         inputs, fingerprints = self.inputs, {fingerprint_of(features)}
         if inputs.frames is not None:
             fingerprints.add(self._fingerprint(inputs.frames))
         earlier = state.frames if inputs.appends_frames else None
         source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
         state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
-        return source
-
-    def _visibility(self, source: KVSource) -> FrameMask:
-        """Return which frames the rows attend to, of each pass that brought frames."""
-        inputs, tokens, state = self.inputs, source.tokens_per_unit, self.cache_state
-        if not isinstance(source, VisualKVCache) or source.earlier is None:
-            return self.family.visibility(inputs, source.units, tokens)
-        assert state is not None
-        *earlier, _ = state.by_pass()
-        views = [*map(inputs.of_pass, earlier), inputs]
-        parts = zip(views, source.parts, strict=True)
-        return FrameMask.joined([self.family.visibility(view, part.own_units, tokens) for view, part in parts])
 
     def _embedded_frames(self, parts: Sequence[Rows]) -> list[list[VisualTokens] | None]:
         """Return the embeddings of frames among this rank's rows, for each part of the rows.
@@ -404,53 +354,46 @@ class Pass:
 
     # The layers, which share a state while they compute a part of the rows.
 
-    def _state_of_shards(self, rows: Rows, text: TextShards, visual_tokens: list[VisualTokens] | None) -> ForwardState:
-        """Return the state that the layers share while they compute rows with a sharding."""
-        family, inputs, frames, facts, recorder = self.family, self.inputs, None, None, None
-        if self.attended is not None:
-            source, mask, facts, _ = self.attended
-            sizes = source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
-            whole, shape = ((0, inputs.sizes.total),), family.cross_attention_shape()
-            index = functools.partial(family.unit_index, inputs, whole)
-            frames = frames_of_shards(self.context, source, mask, text, sizes, index, shape)
+    def _state(self, rows: Rows, visual_tokens: list[VisualTokens] | None) -> ForwardState:
+        """Return the state that the layers share while they compute a part of the rows.
+
+        Rows without a sharding are computed by every rank, over the K and V in the cache.
+        """
+        inputs, attended, cache_state, text = self.inputs, self.attended, self.cache_state, rows.text
+        cached_text, frames, facts, recorder = None, None, None, None
+        if text is None:
+            assert cache_state is not None
+            if cache_state.text_kv is not None:
+                count = rows.stop - rows.start
+                cache_state.text_kv.extend(count)
+                cached_text = functools.partial(cache_state.text_kv.mask, count, inputs.padding_mask)
+            if attended is not None:
+                assert cache_state.visual_kv is not None
+                mask, facts = attended.mask, attended.facts
+                if rows.start:
+                    mask = mask.take(torch.arange(rows.start, rows.stop))
+                    facts = {name: x[:, rows.start :] for name, x in facts.items()}
+                frames = cache_state.visual_kv.frames_of(mask, self.comm)
+        elif attended is not None:
+            source, facts = attended.source, attended.facts
+            cached = None if cache_state is None else cache_state.visual_kv
+            sizes = inputs.sizes if cached is None else cached.sizes
+            index = functools.partial(self.family.unit_index, inputs, ((0, inputs.sizes.total),))
+            shape = self.family.cross_attention_shape()
+            frames = frames_of_shards(self.context, source, attended.mask, text, sizes, index, shape)
             if self.config.shards_text:
                 facts = {name: text.shard(x, 1) for name, x in facts.items()}
-        if self.cache_state is not None and not isinstance(text, StarText):
+        if cache_state is not None and not isinstance(text, StarText):
             recorder = self.context.recorder(self, rows)
         return ForwardState(
             self.context,
             text=text,
             frames=frames,
             row_facts=facts,
-            visual_tokens=visual_tokens,
-            recorder=recorder,
-            whole_positions=inputs.positions,
-        )
-
-    def _state_over_cache(self, rows: Rows, visual_tokens: list[VisualTokens] | None) -> ForwardState:
-        """Return the state of rows that every rank computes, over the K and V in the cache."""
-        inputs, cache_state, count = self.inputs, self.cache_state, rows.stop - rows.start
-        assert cache_state is not None
-        cached_text, frames, facts = None, None, None
-        if cache_state.text_kv is not None:
-            valid = inputs.padding_mask
-            cache_state.text_kv.extend(count)
-            cached_text = functools.partial(cache_state.text_kv.mask, count, valid)
-        if self.attended is not None:
-            mask, facts = self.attended.mask, self.attended.facts
-            if rows.start:
-                mask = mask.take(torch.arange(rows.start, rows.stop))
-                facts = {name: x[:, rows.start :] for name, x in facts.items()}
-            assert isinstance(self.attended.source, VisualKVCache)
-            frames = self.attended.source.frames_of(mask, self.comm)
-        return ForwardState(
-            self.context,
-            frames=frames,
-            row_facts=facts,
             cached_text=cached_text,
             visual_tokens=visual_tokens,
-            text_length=inputs.past_length + rows.stop,
-            recorder=self.context.recorder(self, rows),
+            text_length=inputs.past_length + rows.stop if text is None else None,
+            recorder=recorder,
             whole_positions=inputs.positions,
         )
 
@@ -458,7 +401,8 @@ class Pass:
         """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
         family, inputs, text = self.family, self.inputs, rows.text
         tokens, positions = inputs.tokens, inputs.positions
-        whole_text, has_frames = state.text_mask() == "decoder", state.frames is not None or bool(state.visual_tokens)
+        whole_text = state.text_mask_kind() == "decoder"
+        has_frames = state.frames is not None or bool(state.visual_tokens)
         if text is None:
             if rows.start:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
@@ -476,7 +420,8 @@ class Pass:
             mask = self._decoder_mask(rows, embeds, positions)
         else:  # the mask is in the state, and transformers passes on a mask of four dimensions
             mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
-        embeds = state.embedded(embeds)  # the embeddings of the text alone are freed
+        if state.visual_tokens:  # the embeddings of the text alone are freed
+            embeds = state.visual_tokens.pop(0).replace_rows(embeds)
         if text is not None and not has_frames:
             embeds = with_accumulated_gradients(embeds, family.model)
         return family.run_decoder(embeds, positions, mask, self.cache, state, **self.kwargs)
@@ -496,6 +441,28 @@ class Pass:
         return made
 
     # The outputs.
+
+    @property
+    def _leaves_out_logits(self) -> bool:
+        """Whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
+        wanted = self.config.logits != "none" or self.inputs.is_decoding_step
+        return not wanted and self.inputs.has_labels and self._keeps_every_row
+
+    @property
+    def _keeps_every_row(self) -> bool:
+        return isinstance(self.logits_to_keep, int) and self.logits_to_keep == 0
+
+    @property
+    def _has_loss_of_every_row(self) -> bool:
+        """Whether the loss is that of the whole text, also if logits of some rows only are returned.
+
+        Labels of another shape belong to the rows whose logits are returned, and so do all labels of a loss function of
+        the user.
+        """
+        inputs = self.inputs
+        if not inputs.has_labels or inputs.is_decoding_step or custom_loss(self.family.model) is not None:
+            return False
+        return inputs.given_labels.shape == (inputs.batch, inputs.length)
 
     def _outputs(self, parts: Sequence[Rows], decoded: Sequence[Any]) -> CausalLMOutputWithPast:
         """Return loss, logits and hidden states, given the decoder's output for each part of the rows."""
@@ -524,49 +491,33 @@ class Pass:
             loss, logits = self._loss_and_logits(hidden)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **cache_argument(self.cache))
 
-    def _leaves_out_logits(self) -> bool:
-        """Return whether a pass returns a loss and no logits; the head then computes only the rows with a target."""
-        wanted = self.config.logits != "none" or self.inputs.is_decoding_step
-        return not wanted and self.inputs.has_labels and self._keeps_every_row
+    def _loss(self, hidden: Tensor, logits: Tensor | None = None, text: TextShards | None = None) -> Tensor:
+        """Return the loss of the whole text from logits, or from hidden states: the head then computes only targets.
 
-    @property
-    def _keeps_every_row(self) -> bool:
-        return isinstance(self.logits_to_keep, int) and self.logits_to_keep == 0
-
-    @property
-    def _has_loss_of_every_row(self) -> bool:
-        """Whether the loss is that of the whole text, also if logits of some rows only are returned.
-
-        Labels of another shape belong to the rows whose logits are returned, and so do all labels of a loss function of
-        the user.
+        Both are of the rows that `text` shards, or of all rows.
         """
-        inputs = self.inputs
-        if not inputs.has_labels or inputs.is_decoding_step or custom_loss(self.family.model) is not None:
-            return False
-        return inputs.given_labels.shape == (inputs.batch, inputs.length)
-
-    @property
-    def _loss_options(self) -> dict[str, Any]:
-        """The options of the losses that are computed here."""
-        options = {name: self.kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
-        return options | {"target_weights": self.family.target_weights}
+        targets = self.inputs.target_labels(self.kwargs.get("ignore_index"))
+        options: dict[str, Any] = {name: self.kwargs.get(name) for name in ("num_items_in_batch", "ignore_index")}
+        options |= {"target_weights": self.family.target_weights}
+        if logits is None:
+            return loss_of_targets(hidden, self.family.model.get_output_embeddings(), targets, text, **options)
+        return sharded_causal_lm_loss(logits, targets, text, **options)
 
     def _loss_and_logits_of_shards(self, text: TextShards, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the loss and, as `config.logits` says, the logits, given this rank's last hidden states (B, s, C).
 
         If `logits_to_keep` asks for some rows of the whole text only, they are returned whatever `config.logits` says.
         """
-        inputs, head, option = self.inputs, self.family.model.get_output_embeddings(), self.config.logits
-        loss = logits = None
-        if inputs.has_labels and not self._has_loss_of_every_row:
+        has_labels, head, option = self.inputs.has_labels, self.family.model.get_output_embeddings(), self.config.logits
+        if has_labels and not self._has_loss_of_every_row:
             return self._loss_and_logits(select_logit_rows(text.unshard(hidden, 1), self.logits_to_keep))
-        if inputs.has_labels:
-            targets = inputs.target_labels(self.kwargs.get("ignore_index"))
-            if self._leaves_out_logits():
-                return loss_of_targets(hidden, head, targets, text, **self._loss_options), None
+        if self._leaves_out_logits:
+            return self._loss(hidden, None, text), None
+        logits = loss = None
+        if has_labels:
             logits = head(hidden)
-            loss = sharded_causal_lm_loss(logits, targets, text, **self._loss_options)
-        if option == "full" or not self._keeps_every_row or (option != "local" and not inputs.has_labels):
+            loss = self._loss(hidden, logits, text)
+        if option == "full" or not self._keeps_every_row or (option != "local" and not has_labels):
             # Hidden states are gathered rather than logits, because the vocabulary is wider than they are.
             logits = head(select_logit_rows(text.unshard(hidden, 1), self.logits_to_keep))
         elif logits is None:
@@ -579,26 +530,22 @@ class Pass:
         `hidden` (B, r, C) are the last hidden states of the rows whose logits are returned, or of all rows if the loss
         is that of the whole text.
         """
-        family, inputs, kwargs, model = self.family, self.inputs, self.kwargs, self.family.model
+        inputs, kwargs, model = self.inputs, self.kwargs, self.family.model
         head = model.get_output_embeddings()
         if not inputs.has_labels:
             return None, head(hidden)
-        ignore = IGNORE if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-        if self._leaves_out_logits():
-            targets = inputs.target_labels(ignore)
-            return loss_of_targets(hidden, head, targets, **self._loss_options), None
+        if self._leaves_out_logits:
+            return self._loss(hidden), None
         if self._has_loss_of_every_row:
             kept = select_logit_rows(hidden, self.logits_to_keep)
             if kept.shape != hidden.shape or isinstance(self.logits_to_keep, Tensor):
-                return loss_of_targets(hidden, head, inputs.target_labels(ignore), **self._loss_options), head(kept)
+                return self._loss(hidden), head(kept)
         logits = head(hidden)
         if custom_loss(model) is None and not inputs.is_decoding_step:
-            targets = inputs.target_labels(ignore)
-            require_tokens(targets, logits.shape[-1], ignore)
-            if family.target_weights(targets) is not None:
-                on_device = copy_to_device(targets, logits.device)
-                total = summed_cross_entropy(logits, on_device, ignore, family.target_weights(on_device))
-                return mean_over_targets(total, targets, kwargs.get("num_items_in_batch"), ignore), logits
+            targets = inputs.target_labels(kwargs.get("ignore_index"))
+            if self.family.target_weights(targets) is not None:
+                return self._loss(hidden, logits), logits
+            require_tokens(targets, logits.shape[-1], kwargs.get("ignore_index"))
         if inputs.shift_labels is not None:
             kwargs = {**kwargs, "shift_labels": inputs.shift_labels.contiguous()}  # the loss takes a view of it
         # Labels are passed unchanged, because a loss function of the user may take unshifted ones only. Logits may have

@@ -9,6 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.auto_classes import SavedWithCode
+from mllm_seqpar.models.mplug_owl3.configuration import refuse_length_dependent_rope
 
 _log = get_logger(__name__)
 
@@ -31,10 +32,6 @@ _ASSUMED = {
 """The fields of a published file whose absence is reported, because a default takes their place."""
 
 _ROPE = ("rope_theta", "rope_scaling")
-
-# Rotary types whose frequencies depend on the longest position of a call. Text and frames are rotated separately and
-# would get different frequencies.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class MossVLVisionConfig(Qwen3VLVisionConfig):
@@ -145,12 +142,7 @@ class MossVLConfig(SavedWithCode, PreTrainedConfig):
                 f"temporal_patch_size is {vision.temporal_patch_size}; expected 1, because each frame is encoded on "
                 "its own"
             )
-        rope_type = (text.rope_parameters or {}).get("rope_type", "default")
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
-            raise ConfigError(
-                f"rope_type is {rope_type!r}, whose frequencies depend on the sequence length; frames and text need "
-                "the same frequencies: use default, linear, yarn or llama3"
-            )
+        refuse_length_dependent_rope(text)
 
 
 def _check_fields(name: str, given: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -35,15 +35,15 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
+from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._transfers import copy_to_device
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.digests import fingerprint_of
+from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
+from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
-from mllm_seqpar.models.mplug_owl3.media import brings_frames
-from mllm_seqpar.runtime.checksums import fingerprint_of
-from mllm_seqpar.runtime.text import select_logit_rows
+from mllm_seqpar.models.mplug_owl3.media import brings_frames, continue_layout
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
@@ -208,14 +208,8 @@ class MossVLPreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedMode
         Raises:
             DataError: weights are missing, unexpected or of another shape.
         """
-        if kwargs.get("ignore_mismatched_sizes"):
-            raise ConfigError(
-                "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
-                "resize_token_embeddings after loading for another vocabulary"
-            )
-        with_report, path = kwargs.pop("output_loading_info", False), pretrained_model_name_or_path
-        what = "state_dict" if path is None else os.fspath(path)
-        loaded = load_clean(super().from_pretrained, path, what, expected="MOSS-VL", **kwargs)
+        with_report = kwargs.pop("output_loading_info", False)
+        loaded = load_clean(super().from_pretrained, pretrained_model_name_or_path, expected="MOSS-VL", **kwargs)
         return cast(Self, loaded if with_report else loaded[0])
 
     @torch.no_grad()
@@ -260,36 +254,20 @@ class MossVLModel(MossVLPreTrainedModel):
                 parts.append(torch.cat([tokens.unflatten(0, (frames, -1)), separators], 1).flatten(0, 1))
         return torch.cat(parts)
 
-    def layout(
-        self,
-        tokens: Tensor,
-        grids: Tensor | None,
-        frames: Sequence[int],
-        attention_mask: Any = None,
-        cross_attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_length: int = 0,
-        begin: Tensor | None = None,
-    ) -> MossVLLayout:
+    def layout(self, tokens: Tensor, grids: Tensor | None, frames: Sequence[int], **placement: Any) -> MossVLLayout:
         """Return the layout of token ids (B, L), or of embeddings (B, L, C); see `moss_vl_layout`.
 
         `grids` (F, 2) has height and width of each frame in patches.
         """
-        batch, length = tokens.shape[:2]
-        merge = self.config.vision.spatial_merge_size
         if grids is None:
             grids = torch.zeros(0, 2, dtype=torch.long, device=tokens.device)
         return moss_vl_layout(
-            batch=batch,
-            length=length,
-            sizes=grids.to(tokens.device) // merge,
+            batch=tokens.shape[0],
+            length=tokens.shape[1],
+            sizes=grids.to(tokens.device) // self.config.vision.spatial_merge_size,
             frames=frames,
             placeholders=tokens == self.config.image_token_id if tokens.dim() == 2 else None,
-            attention_mask=attention_mask,
-            cross_attention_mask=cross_attention_mask,
-            position_ids=position_ids,
-            past_length=past_length,
-            begin=begin,
+            **placement,
         )
 
     def _features(
@@ -331,11 +309,7 @@ class MossVLModel(MossVLPreTrainedModel):
         assert tokens is not None
         batch, length = tokens.shape[:2]
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.text.use_cache if use_cache is None else use_cache
-        if drops_cache(self.language_model):
-            use_cache = False  # Each layer would drop the cache with a warning.
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config.text)
+        cache, use_cache = prompt_cache(self.config.text, self.language_model, cache, use_cache)
         past_length = 0 if cache is None else int(cache.get_seq_length())
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
         given, appends = given_frames(pixel_values, visual_embeds), False
@@ -356,11 +330,11 @@ class MossVLModel(MossVLPreTrainedModel):
                 tokens,
                 grids,
                 frames,
-                attention_mask,
-                None if features is None else cross_attention_mask,
-                position_ids,
-                past_length,
-                next_positions(state, attention_mask, past_length, batch, tokens.device),
+                attention_mask=attention_mask,
+                cross_attention_mask=None if features is None else cross_attention_mask,
+                position_ids=position_ids,
+                past_length=past_length,
+                begin=next_positions(state, attention_mask, past_length, batch, tokens.device),
             )
             positions, visual = layout.positions, None
             if features is not None:
@@ -449,17 +423,6 @@ def after_text(
     return earlier.followed_by(layout, state.rows_of(batch).to(device), between)
 
 
-def crop_layout(state: SequenceParallelCacheState, past_length: int) -> None:
-    """Crop the layout of a cache to the tokens that are still in it; frames go with the text that they came with."""
-    layout = state.frame_facts
-    if layout is None:
-        return
-    if past_length <= layout.past_length:
-        state.drop_frames()
-    else:
-        state.frame_facts = layout.cropped(past_length, inclusive=True)
-
-
 def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> SequenceParallelCacheState | None:
     """Return what is stored with the cache of this pass."""
     if cache is None:
@@ -470,9 +433,7 @@ def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> Seque
     if state is None:
         state = SequenceParallelCacheState(batch)
         attach(cache, state, layers)
-    state.crop_to(past_length)
-    crop_layout(state, past_length)
-    state.continue_in(ONE_PROCESS)
+    continue_layout(state, past_length, inclusive=True)
     return state
 
 
@@ -594,15 +555,7 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(select_logit_rows(outputs.last_hidden_state, logits_to_keep))
-        if shift_labels is not None:
-            shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
-        loss = None
-        if labels is not None or shift_labels is not None:
-            kwargs |= {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.text.vocab_size}
-            loss = self.loss_function(logits=logits, **kwargs)
-        kept = {name: getattr(outputs, name, None) for name in (cache_name(), "hidden_states", "attentions")}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+        return causal_lm_output(self, outputs, labels, shift_labels, logits_to_keep, **kwargs)
 
     @takes_cache
     def generate(self, *args: Any, cache: Cache | None = None, **kwargs: Any) -> Any:

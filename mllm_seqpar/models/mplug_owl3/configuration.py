@@ -14,10 +14,6 @@ _DEFAULT_HYPER_LAYERS = (1, 9, 17, 25)
 _DEFAULT_VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
 _DEFAULT_VISION |= {"image_size": 384, "patch_size": 14}
 
-# Rotary types whose frequencies depend on the longest position of a call. Text and frames are rotated separately and
-# would get different frequencies.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
 
 class MPlugOwl3Config(SavedWithCode, Qwen2Config):
     """Configuration of mPLUG-Owl3: Qwen2's fields, and fields for hyper attention and the vision tower.
@@ -94,9 +90,17 @@ class MPlugOwl3Config(SavedWithCode, Qwen2Config):
                 f"hyper_layers is {layers}; expected distinct layers counted from 1, at most "
                 f"num_hidden_layers={self.num_hidden_layers}"
             )
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
-            raise ConfigError(
-                f"rope_type is {rope_type!r}, whose frequencies depend on the sequence length; frames and text need "
-                "the same frequencies: use default, linear, yarn or llama3"
-            )
+        refuse_length_dependent_rope(self)
+
+
+def refuse_length_dependent_rope(config: Any) -> None:
+    """Raise ConfigError for a rotary type whose frequencies depend on the longest position of a call.
+
+    Text and frames are rotated separately and would get different frequencies.
+    """
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"rope_type is {rope_type!r}, whose frequencies depend on the sequence length; frames and text need "
+            "the same frequencies: use default, linear, yarn or llama3"
+        )

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
+from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
+from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, cache_state_of
 
 from .configuration import GATES
 
@@ -110,14 +110,21 @@ def brings_frames(known: bool, input_ids: Tensor | None, image_token_id: int | N
     return not known or placed
 
 
-def crop_frames(state: SequenceParallelCacheState, past_length: int, inclusive: bool) -> None:
-    """Crop the layout of the frames to the `past_length` tokens that are still in the cache.
+def continue_layout(state: SequenceParallelCacheState, past_length: int, inclusive: bool) -> None:
+    """Crop the frames of a cache that the native model continues, and their layout; see `crop_layout`."""
+    state.crop_to(past_length)
+    crop_layout(state, past_length, inclusive)
+    state.continue_in(ONE_PROCESS)
+
+
+def crop_layout(state: SequenceParallelCacheState, past_length: int, inclusive: bool) -> None:
+    """Crop the layout of a cache to the `past_length` tokens that are still in it.
 
     The frames are removed if the text that they came with is no longer in the cache, which was reset or cropped.
     `inclusive` says whether a placeholder attends to its own frame.
     """
     layout = state.frame_facts
-    if state.frames is None or layout is None:
+    if layout is None:
         return
     if past_length <= layout.past_length:
         state.drop_frames()
@@ -257,8 +264,7 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
     As in the published code, the offsets of a sample determine its frame range. Samples may share frames (beams).
     """
     batch, length = positions.shape
-    if media_offset.shape != (batch, length, 2):
-        raise ShapeError(f"media_offset has shape {tuple(media_offset.shape)}; expected {(batch, length, 2)}")
+    require_shape("media_offset", media_offset.shape, samples=batch, tokens=length, bounds=2)
     first, stop = media_offset.to(device=positions.device, dtype=torch.long).unbind(-1)
     has_frames = stop > first  # published as -1000000 for rows without frames
     stop = torch.where(has_frames, stop, first)

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.digests import fingerprint_of
+from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
-from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, cache_state_of
+from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
+from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
-from mllm_seqpar.runtime.checksums import fingerprint_of
-from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
@@ -33,7 +33,7 @@ from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .hyper_attention import HyperAttention, HyperDecoderLayer, VisualInputs
-from .media import MediaLayout, MediaOffset, brings_frames, check_layout, crop_frames, media_layout
+from .media import MediaLayout, MediaOffset, brings_frames, check_layout, continue_layout, media_layout
 
 _CONFIG_OVERRIDES = {field.name for field in fields(MPlugOwl3Config)} - {"dtype"} | {"output_attentions"}
 
@@ -123,11 +123,6 @@ class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedM
         """
         if kwargs.get("use_safetensors") is False:
             raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
-        if kwargs.get("ignore_mismatched_sizes"):
-            raise ConfigError(
-                "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
-                "resize_token_embeddings after loading for another vocabulary"
-            )
         hub = hub_options(kwargs)
         if isinstance(config, MPlugOwl3Config):
             complete = copy.deepcopy(config)
@@ -147,7 +142,6 @@ class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedM
         loaded = load_clean(
             super().from_pretrained,
             pretrained_model_name_or_path,
-            "state_dict" if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path),
             expected=f"mPLUG-Owl3 with gate={complete.gate!r} and projector_layers={complete.projector_layers}",
             **kwargs | {"config": complete, "use_safetensors": True},
         )
@@ -221,33 +215,10 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             return self.encode_frames(pixel_values)
         if image_embeds is None or not image_embeds.shape[0]:
             return None
-        if image_embeds.dim() != 3 or image_embeds.shape[2] != self.config.hidden_size:
-            raise ShapeError(
-                f"image_embeds has shape {tuple(image_embeds.shape)}; expected (frames, tokens, "
-                f"{self.config.hidden_size}), with the frames of all samples one after another"
-            )
+        require_shape("image_embeds", image_embeds.shape, frames=None, tokens=None, width=self.config.hidden_size)
         weight = cast(Tensor, self.get_input_embeddings().weight)
         dtype = image_embeds.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
         return image_embeds.to(device=weight.device, dtype=dtype)
-
-    def _cache_for(self, cache: Cache | None, use_cache: bool | None) -> tuple[Cache | None, bool]:
-        """Return the cache of this call, created here if needed, since the visual K and V are kept with it."""
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if drops_cache(self.language_model.model):
-            use_cache = False  # Each layer would drop the cache with a warning.
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        return cache, use_cache
-
-    def _state_of(self, cache: Cache | None, past_length: int) -> SequenceParallelCacheState | None:
-        """Return the state of a cache that has frames, cropped to the tokens that are in the cache, or None."""
-        state = cache_state_of(cache)
-        if state is None:
-            return None
-        state.crop_to(past_length)
-        crop_frames(state, past_length, inclusive=self.config.gate is None)
-        state.continue_in(ONE_PROCESS)
-        return None if state.frames is None else state
 
     def _store_frames(
         self, cache: Cache, layout: MediaLayout, tokens_per_frame: int, frames: Tensor, past_length: int
@@ -282,7 +253,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             raise ShapeError("pass either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        cache, use_cache = self._cache_for(cache, use_cache)
+        cache, use_cache = prompt_cache(self.config, self.language_model.model, cache, use_cache)
         past_length = 0 if cache is None else int(cache.get_seq_length())
         if position_ids is None:
             end = past_length + inputs_embeds.shape[1]
@@ -290,7 +261,10 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         if pixel_values is not None or image_embeds is not None:
             refuse_arguments_of_samples(self, self.frame_modules)
         (batch, length, _), device = inputs_embeds.shape, inputs_embeds.device
-        state, frames = self._state_of(cache, past_length), pixel_values if image_embeds is None else image_embeds
+        state, frames = cache_state_of(cache), pixel_values if image_embeds is None else image_embeds
+        if state is not None:
+            continue_layout(state, past_length, inclusive=self.config.gate is None)
+            state = state if state.frames is not None else None
         if state is not None and frames is not None:
             known = fingerprint_of(frames) in state.frame_fingerprints
             placed = media_layout is not None and media_layout.past_length == past_length
@@ -370,15 +344,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.language_model.lm_head(select_logit_rows(outputs.last_hidden_state, logits_to_keep))
-        if shift_labels is not None:
-            shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
-        loss = None
-        if labels is not None or shift_labels is not None:
-            kwargs |= {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
-            loss = self.loss_function(logits=logits, **kwargs)
-        kept = {name: getattr(outputs, name) for name in (cache_name(), "hidden_states", "attentions")}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+        return causal_lm_output(self, outputs, labels, shift_labels, logits_to_keep, **kwargs)
 
 
 class _Headless:

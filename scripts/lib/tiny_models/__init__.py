@@ -97,6 +97,20 @@ def tiny_model(family: str, sizes: Sizes | None = None, **overrides: Any) -> Any
     return module.tiny_model(**(module.arguments_of(sizes) if sizes else {}) | overrides)
 
 
+def random_model(
+    model_class: Any,
+    config: Any,
+    rules: Mapping[str, tuple[float, float]],
+    seed: int,
+    attn_implementation: str = "sdpa",
+) -> Any:
+    """Return a model of transformers in eval mode, with weights drawn by `set_weights`."""
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    model.set_attn_implementation(attn_implementation)
+    return set_weights(model, rules, seed)
+
+
 def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int = 0) -> Any:
     """Draw all weights from normal distributions, and return the model.
 

@@ -148,6 +148,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"file_name": "a.mp4", "first_file_names": ["1.png", "2.png"], "question": "What?", "answer": "It."},
         [asks(image("1.png"), image("2.png"), video("a.mp4"), "What?"), says("It.")],
     ),
+    "file names beside an empty column": (
+        {"image": "", "file_name": "1.png", "text": "A cat."},
+        [asks(image("1.png"), "Describe the image."), says("A cat.")],
+    ),
     "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 

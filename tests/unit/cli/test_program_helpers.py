@@ -1,4 +1,4 @@
-"""Layer: pure Python. Command lines, devices, how errors are reported, and reading ahead."""
+"""Layer: pure Python. Command lines, devices, and how errors are reported."""
 
 import os
 from dataclasses import dataclass
@@ -13,15 +13,6 @@ from mllm_seqpar.cli.options import CommandOptions, Parser, canonical_arguments,
 from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.training import finetune
-from mllm_seqpar.videos.prefetch import read_ahead
-
-
-def test_reading_ahead_keeps_the_order_and_raises_in_place() -> None:
-    assert list(read_ahead([], str)) == []
-    results = read_ahead([1, 2, 0, 3], lambda x: 2 / x)
-    assert [next(results), next(results)] == [2.0, 1.0]
-    with pytest.raises(ZeroDivisionError):
-        next(results)
 
 
 def test_known_errors_take_one_line_and_others_have_a_traceback() -> None:

@@ -14,7 +14,7 @@ from memory_meters import Peak
 from mllm_seqpar.kernels.base import FinalRows, merge
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from mllm_seqpar.masks import Intervals
-from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, drift, relative_error
+from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, DRIFT, drift, relative_error
 
 pytestmark = pytest.mark.rounding
 
@@ -135,7 +135,7 @@ def test_sixteen_bit_error_is_near_that_of_one_device(name, device, dtype):
         if x != "lse":
             error, allowed = relative_error(value.to(dtype), exact), relative_error(alone.to(dtype), exact)
             assert error <= factor * allowed, (x, error / allowed)
-            assert drift(value, exact) < 0.1, x
+            assert drift(value, exact) < DRIFT, x
 
 
 @on_every_kernel

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_operators import DeviceOperators
-from fake_cuda import fake_cuda
+from fake_cuda import DeviceOperators, fake_cuda
 from mllm_seqpar.attention import decode_attention, lv_xattn
 from mllm_seqpar.attention.call_spec import with_kernels
 from mllm_seqpar.attention.executor import BlockMath, GradientAccumulator, PartialResult

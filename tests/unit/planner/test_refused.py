@@ -11,12 +11,12 @@ from clusters import ROUND, with_
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster, write_cluster
-from mllm_seqpar.planner.descriptions import CONFIGS, find_file
+from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.workload import Workload
 
 OWL, QWEN, LLAMA = (
-    Workload(model=read_model(find_file("model", name)), frames=600, text=8192, gpus=8)
+    Workload(model=read_model(name), frames=600, text=8192, gpus=8)
     for name in ("mplug-owl3-7b", "qwen2_5_vl_7b", "llama-3.2-11b-vision")
 )
 

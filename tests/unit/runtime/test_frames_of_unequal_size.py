@@ -12,7 +12,7 @@ from dense_attention import dense_attention
 from mllm_seqpar.attention import decode_attention
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
-from mllm_seqpar.inference.attention_record import AttentionRecord
+from mllm_seqpar.inference.attention_record import AttentionRecord, RowRecorder
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -117,7 +117,8 @@ def test_decoding_from_a_cache_and_the_attention_to_frames(layout: str, n: int) 
         cache, context = VisualKVCache(7, SIZES, 1, visual), SeqParContext(comm, SeqParConfig())
         with torch.no_grad():
             record = AttentionRecord(comm)
-            recorder = record.begin_pass(cache, mask, 2)
+            recorder = RowRecorder(cache=cache, mask=mask, row=-1, length=2, sharded=False)
+            record._passes.append(recorder)
             state = ForwardState(context, frames=cache.frames_of(mask, comm), text_length=2, recorder=recorder)
             o = state.attend(q, [state.frame_keys(q, 0, projection())], 0.5)
             return o, record.result()

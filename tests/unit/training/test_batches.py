@@ -2,12 +2,10 @@
 
 import json
 import logging
-import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,17 +13,16 @@ import av
 import pytest
 import torch
 
-from launch import PYTHON
 from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.comm.base import Subgroup
-from mllm_seqpar.data import ChatDataset
+from mllm_seqpar.data import ChatBatch, ChatDataset
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.training import batches as batches_module
-from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, MicroBatch, SampleOrder
-from mllm_seqpar.training.stored_tower import ARGUMENT, TowerRows
+from mllm_seqpar.training.batches import READ_AHEAD_BYTES, BatchReader, SampleOrder
+from mllm_seqpar.training.stored_tower import TowerRows, has_outputs
 from model_copies import tiny_model
 from tiny_models.mplug_owl3 import IMAGE_SIZE, IMAGE_TOKEN, tiny_tokenizer
 
@@ -156,7 +153,7 @@ def test_neighbours_which_may_share_a_bad_video_have_different_replacements(fold
 
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
     def pixels(batch: Any, reader: Any) -> Any:
-        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.chat.targets
+        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.targets
 
     whole = train(folder / "train.jsonl", 2, 2, then=pixels)
     resumed = train(folder / "train.jsonl", 2, 2, first_step=2, then=pixels)
@@ -171,7 +168,7 @@ def test_limit_of_read_ahead_changes_no_batch(folder: Path) -> None:
 @pytest.mark.parametrize("limit", [READ_AHEAD_BYTES, 1])
 def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     received, ahead, several = [0], [], threading.Event()
-    decode = BatchReader._arguments
+    decode = BatchReader.load
 
     def counted(self: Any, *args: Any, **options: Any) -> Any:
         ahead.append(len(ahead) + 1 - received[0])
@@ -179,7 +176,7 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
             several.set()
         return decode(self, *args, **options)
 
-    monkeypatch.setattr(BatchReader, "_arguments", counted)
+    monkeypatch.setattr(BatchReader, "load", counted)
     reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self", limit)
     with closing(reader.read_all([[0]] * 5)) as batches:
         for _ in batches:
@@ -190,87 +187,15 @@ def test_frames_are_decoded_ahead_up_to_the_limit(folder: Path, monkeypatch: pyt
     assert len(ahead) == 5 and (limit > 1 or max(ahead) <= 2)
 
 
-UNCAUGHT = """
-from contextlib import closing
-from types import SimpleNamespace
-from mllm_seqpar.training.batches import _ReadAhead
-
-def opened(batch):
-    batch.size = 1
-
-reader = SimpleNamespace(threads=2, open=opened, load=lambda batch: batch.loaded.set_result(None))
-
-def batches():
-    with closing(_ReadAhead(reader, 1)) as ahead:
-        begun = [ahead.begin((number,)) for number in range(3)]
-        yield begun[0].loaded.result()
-
-def train():
-    for _ in (reading := batches()):
-        raise RuntimeError("out of memory")
-
-train()
-"""
-
-
-def test_a_program_with_an_error_that_nothing_catches_ends_while_batches_wait_for_the_limit() -> None:
-    ended = subprocess.run([*PYTHON, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: out of memory\n")
-
-
-class Panic(BaseException):
-    """As an error inside the Rust code of `tokenizers`, which is no Exception."""
-
-
-@pytest.mark.parametrize("step", ["open", "load", "thread"])
-def test_what_a_thread_raises_reaches_the_one_that_waits(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    def failing(*args: Any) -> Any:
-        raise Panic if step != "thread" else RuntimeError("can't start new thread")
-
-    reader = SimpleNamespace(threads=1, open=lambda batch: None, load=lambda batch: batch.loaded.set_result(None))
-    setattr(reader, step, failing)
-    with closing(batches_module._ReadAhead(reader, 1)) as ahead:  # type: ignore[arg-type]
-        if step == "thread":
-            monkeypatch.setattr(ahead._loading, "submit", failing)
-        with pytest.raises(RuntimeError if step == "thread" else Panic):
-            ahead.begin((0,)).loaded.result(10)
-
-
-@pytest.mark.parametrize("pool", ["open", "load"])
-def test_a_thread_that_cannot_start_costs_only_its_micro_batch(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
-    failures, start = [RuntimeError("can't start new thread")], threading.Thread.start
-
-    def starting(thread: threading.Thread) -> None:
-        if thread.name.startswith(pool) and failures:
-            raise failures.pop()
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", starting)
-    done: list[tuple[int, ...]] = []
-
-    def load(batch: MicroBatch) -> None:
-        done.append(batch.samples)
-        batch.loaded.set_result(None)
-
-    reader = SimpleNamespace(threads=1, open=lambda batch: None, load=load)
-    with closing(batches_module._ReadAhead(reader, 1)) as ahead:  # type: ignore[arg-type]
-        first, *others = [ahead.begin((number,)) for number in range(3)]
-        with pytest.raises(RuntimeError, match="new thread"):
-            first.loaded.result(10)
-        for batch in others:
-            batch.loaded.result(10)
-    assert done == [(1,), (2,)]
-
-
 def test_known_bad_samples_are_loaded_once_and_within_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[tuple[int, ...]] = []
     received, load = threading.Event(), BatchReader.open
 
-    def slow(self: BatchReader, batch: MicroBatch) -> None:
+    def slow(self: BatchReader, samples: tuple[int, ...]) -> ChatBatch:
         if threading.current_thread().name.startswith("open"):
             received.wait(1)  # a batch that does not wait for its turn is received first
-        loads.append(batch.samples)
-        load(self, batch)
+        loads.append(samples)
+        return load(self, samples)
 
     reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), "self", "self")
     first = [batch.samples for batch in reader.read_all([(EMPTY,)] * 5)]
@@ -331,14 +256,14 @@ def test_search_for_a_replacement_ends(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_other_errors_of_one_rank_are_raised_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = BatchReader._arguments
+    decode = BatchReader.load
 
     def failing(self: Any, *args: Any, **options: Any) -> Any:
         if self._comm.rank == 1:
             raise MemoryError("no memory")
         return decode(self, *args, **options)
 
-    monkeypatch.setattr(BatchReader, "_arguments", failing)
+    monkeypatch.setattr(BatchReader, "load", failing)
     first, second = train(folder / "train.jsonl", 2, 2)
     assert isinstance(second[0], MemoryError)
     assert "reading the training data: rank 1: MemoryError: no memory" in str(first[0])
@@ -354,9 +279,7 @@ def test_features_are_used_only_if_all_ranks_have_them(folder: Path) -> None:
                 return TowerRows((), torch.empty(0) if read and found else None)
 
         reader = BatchReader(opened(folder / "train.jsonl", on_bad_media="skip"), comm, comm, features=Stored())  # type: ignore[arg-type]
-        read = [(batch, batch.arguments[ARGUMENT].states) for batch in reader.read_all([[0], [1], [0]])]
-        assert all(batch.has_features is (states is not None) for batch, states in read)
-        return [batch.has_features for batch, _ in read]
+        return [has_outputs(batch.arguments) for batch in reader.read_all([[0], [1], [0]])]
 
     assert run_loopback(2, rank, timeout=30) == [[False, True, False]] * 2
 
@@ -386,17 +309,17 @@ def chat_file(tmp_path: Path) -> Path:
     return tmp_path / "chat.jsonl"
 
 
-def read(dataset: ChatDataset, *samples: int) -> MicroBatch:
+def read(dataset: ChatDataset, *samples: int) -> ChatBatch:
     return BatchReader(dataset, "self", "self").read(samples)
 
 
 def test_batch_has_all_arguments_of_forward(chat_file: Path) -> None:
     batch = read(opened(chat_file), 0, 3)
     inputs = batch.arguments
-    assert inputs["pixel_values"].shape == (batch.chat.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert inputs["pixel_values"].shape == (batch.frames, 3, IMAGE_SIZE, IMAGE_SIZE)
     assert "visual_shard" not in inputs
-    assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.chat.frames
-    assert batch.chat.targets == int((inputs["labels"][:, 1:] != -100).sum()) > 0
+    assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == batch.frames
+    assert batch.targets == int((inputs["labels"][:, 1:] != -100).sum()) > 0
     assert tiny_model()(**inputs).loss.isfinite()
 
 

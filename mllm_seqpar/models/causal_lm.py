@@ -1,0 +1,39 @@
+"""What the native models with a flat list of frames have in common: their cache and their output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from mllm_seqpar._compat import cache_name, drops_cache
+from mllm_seqpar.runtime.text import select_logit_rows
+
+
+def prompt_cache(
+    config: PreTrainedConfig, decoder: nn.Module, cache: Cache | None, use_cache: bool | None
+) -> tuple[Cache | None, bool]:
+    """Return the cache of a call, created here if needed, since visual K and V are kept with it, and whether it is
+    used; `config` is that of the language model."""
+    use_cache = config.use_cache if use_cache is None else use_cache
+    if drops_cache(decoder):
+        use_cache = False  # Each layer would drop the cache with a warning.
+    return (DynamicCache(config=config) if use_cache and cache is None else cache), use_cache
+
+
+def causal_lm_output(
+    model: Any, outputs: Any, labels: Tensor | None, shift_labels: Tensor | None, logits_to_keep: Any, **kwargs: Any
+) -> CausalLMOutputWithPast:
+    """Return the logits for the hidden states in `outputs`, and the loss if there are labels of either form."""
+    logits, loss = model.get_output_embeddings()(select_logit_rows(outputs.last_hidden_state, logits_to_keep)), None
+    if labels is not None or shift_labels is not None:
+        if shift_labels is not None:
+            shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it
+        size = model.config.get_text_config(decoder=True).vocab_size
+        targets = {"labels": labels, "shift_labels": shift_labels}
+        loss = model.loss_function(logits=logits, vocab_size=size, **targets, **kwargs)
+    kept = {name: getattr(outputs, name, None) for name in (cache_name(), "hidden_states", "attentions")}
+    return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
