@@ -38,7 +38,6 @@ def require_transferable(
 
     Args:
         comm: the group. A group of one and ranks in threads transfer from any device.
-        model: the model.
         weights: the parameters to check; None for all.
         moves_later: whether the model may still be moved to a GPU, or its weights loaded.
 

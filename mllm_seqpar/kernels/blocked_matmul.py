@@ -43,8 +43,7 @@ class BlockedMatmulKernel:
         if base.is_empty(q, k):
             return o, lse
         for rows in _row_chunks(q, intervals):
-            chunk = _RowChunk(q, k, rows, scale, intervals)
-            o_rows, lse_rows = _attend_rows(chunk, k, v)
+            o_rows, lse_rows = _RowChunk(q, k, rows, scale, intervals).attend(k, v)
             o[:, :, rows] = o_rows.view(o[:, :, rows].shape)
             lse[:, :, rows] = lse_rows.view(lse[:, :, rows].shape)
         return o, lse
@@ -105,25 +104,24 @@ class _RowChunk:
             scores.unflatten(2, (-1, bias.shape[1])).add_(bias[:, None, None])
         return scores
 
-
-def _attend_rows(chunk: _RowChunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of a chunk of rows, folded as its q, with the online softmax over chunks of keys."""
-    dtype, acc = chunk.q.dtype, base.accumulator(chunk.q.dtype)
-    o = torch.zeros_like(chunk.q, dtype=acc)
-    total = o.new_zeros(*o.shape[:3], 1)
-    peak = torch.full_like(total, -torch.inf)
-    for keys in chunk.key_chunks():
-        scores = chunk.scores(k[:, :, keys].to(dtype), keys)
-        new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
-        # A row that has attended to nothing has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
-        anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-        p = scores.sub_(anchor).exp_()
-        decay = (peak - anchor).exp_()
-        total.mul_(decay).add_(p.sum(dim=-1, keepdim=True))
-        o.mul_(decay).add_(_matmul(p.to(dtype), v[:, :, keys].to(dtype)))
-        peak = new_peak
-    # total is 0 exactly for rows that attend to nothing: their o is 0, and log(0) = -inf is their log-sum-exp.
-    return o.div_(total.masked_fill(total == 0, 1.0)), (peak.masked_fill(total == 0, 0.0) + total.log()).squeeze(-1)
+    def attend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of the rows, folded as q, with the online softmax over chunks of keys."""
+        dtype, acc = self.q.dtype, base.accumulator(self.q.dtype)
+        o = torch.zeros_like(self.q, dtype=acc)
+        total = o.new_zeros(*o.shape[:3], 1)
+        peak = torch.full_like(total, -torch.inf)
+        for keys in self.key_chunks():
+            scores = self.scores(k[:, :, keys].to(dtype), keys)
+            new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
+            # A row without keys so far has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
+            anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+            p = scores.sub_(anchor).exp_()
+            decay = (peak - anchor).exp_()
+            total.mul_(decay).add_(p.sum(dim=-1, keepdim=True))
+            o.mul_(decay).add_(_matmul(p.to(dtype), v[:, :, keys].to(dtype)))
+            peak = new_peak
+        # total is 0 exactly for rows that attend to nothing: their o is 0, and log(0) = -inf is their log-sum-exp.
+        return o.div_(total.masked_fill(total == 0, 1.0)), (peak.masked_fill(total == 0, 0.0) + total.log()).squeeze(-1)
 
 
 def _row_chunks(q: Tensor, intervals: Intervals | None) -> Iterator[slice]:
