@@ -68,7 +68,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         *((mask, 9) for mask in ("random", "far frame", "growing", "own sample", "some rows", "holes")),
         pytest.param("holes", 150, marks=pytest.mark.slow),
-        ("every third frame", 90 * 8),
+        pytest.param("every third frame", 90 * 8, marks=pytest.mark.slow),
         ("random", 80),
     ],
 )

@@ -22,6 +22,7 @@ from mllm_seqpar.kernels import registry, triton_launches
 from mllm_seqpar.kernels.base import FinalRows, merge_, output_with_row_sums, row_sums
 from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
 from mllm_seqpar.masks import FrameMask, Intervals
+from selections import slow_unless
 from tolerances import EXACT, relative_error
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
@@ -80,7 +81,9 @@ def test_masks_equal_dense_attention(family):
         check(block(family, **sizes))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_unless(lambda dtype: dtype is torch.bfloat16, [torch.bfloat16, torch.float16, torch.float32]), ids=str
+)
 def test_head_dims_and_dtypes(dtype):
     torch.manual_seed(0)
     for dim in (64, 72, 80, 96, 128, 256):
@@ -105,7 +108,7 @@ def test_rows_are_looked_at_in_several_chunks(monkeypatch):
         check(block(family, rows=2 * 64 + 3, keys=70))
 
 
-@pytest.mark.parametrize("family", ["stairs", "holes", None])
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "holes", ["stairs", "holes", None]))
 def test_keys_are_divided_for_few_rows(family, monkeypatch):
     """Empty parts, parts that a row does not see, and a last part that is shorter."""
     monkeypatch.setattr(triton_launches, "_parts", lambda programs, keys, q: 5)
@@ -212,6 +215,7 @@ def test_programs_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path):
         assert "problem" not in row and row["shared_kib"] <= row["limit_kib"], row
 
 
+@pytest.mark.slow
 def test_package_does_not_import_triton():
     code = "import sys, mllm_seqpar, mllm_seqpar.kernels, mllm_seqpar.patching; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
