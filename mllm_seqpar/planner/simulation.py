@@ -36,14 +36,13 @@ class Phase(NamedTuple):
 
 @dataclass(slots=True)
 class RankTimeline:
-    """What one rank does until it ends after `seconds`, `computing` of which it computes.
+    """What one rank does until it ends after `seconds`.
 
     `exposed` are the seconds in which it waits, `hidden` those in which it computes while its step's transfers are in
     flight. `spans` are (kind, start, end) of what it does: "compute", "wait", and "transfer" of what it sends.
     """
 
     seconds: float = 0.0
-    computing: float = 0.0
     exposed: float = 0.0
     hidden: float = 0.0
     node_bytes: int = 0
@@ -172,7 +171,6 @@ def simulate(phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster) ->
         first = state.begin if serial < 1.0 else end - busy
         spans = ("wait", state.begin, first), ("compute", first, first + busy), ("wait", first + busy, end)
         state.spans += [span for span in spans if span[2] > span[1]]
-        state.computing += busy
         state.exposed += end - state.begin - busy
         state.hidden += max(0.0, moving + busy - (end - state.begin))
         at(end, partial(begin_step, rank))
