@@ -115,6 +115,8 @@ def first_line(error: BaseException) -> str:
 
 def reason(error: BaseException) -> str:
     """Return why an operation failed, without the errno and the path that an OSError or an FFmpeg error repeats."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
     return getattr(error, "strerror", None) or first_line(error)
 
 

@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return the FSDP2 units among modules and the modules within them, outer ones first."""
-    found: dict[int, FSDPModule] = {}
+    units: dict[FSDPModule, None] = {}  # once each, in order
     for module in modules:
         for part in module.modules() if module._modules else (module,):
             if isinstance(part, FSDPModule):
-                found.setdefault(id(part), part)
-    return list(found.values())
+                units[part] = None
+    return list(units)
 
 
 def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Module]:
@@ -48,15 +48,9 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
 
     Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
     """
-    ids, around = {id(module) for module in called}, set[int]()
-
-    def contains_called(module: nn.Module) -> bool:
-        if any([contains_called(child) or id(child) in ids for child in module.children()]):
-            around.add(id(module))
-        return id(module) in around
-
-    contains_called(model)
-    return [module for module in model.modules() if module is not model and id(module) in around]
+    inner = set(called)
+    parts = {module: set(module.modules()) - {module} for module in model.modules() if module is not model}
+    return [module for module, within in parts.items() if within & inner]
 
 
 def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:

@@ -1,11 +1,11 @@
 """What a recomputation in backward needs of the forward pass: its autocast mode, its random numbers, its parameters.
 
-Two things are recomputed: K and V of visual tokens (`runtime.visual_features`), and MLPs in chunks (`checkpointing`).
+Two things are recomputed: K and V of visual tokens (`runtime.visual_features`), and MLPs in chunks (`chunked_mlp`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -103,27 +103,17 @@ class ParameterCheck:
     def _found(self) -> list[tuple[int, int, bool]]:
         found = []
         for module in self._modules:
-            parameters: Iterable[nn.Parameter | None]
-            if module._modules:
-                parameters = _parameters_as_given(module)
-            else:  # without further calls: each layer makes this check
-                replaced = type(module).__module__.startswith(_REPLACES_WEIGHTS)
-                parameters = () if replaced else module._parameters.values()
-            for p in parameters:
-                if p is not None:
-                    found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
+            for part in module.modules() if module._modules else (module,):  # each layer makes this check
+                if not type(part).__module__.startswith(_REPLACES_WEIGHTS):
+                    for p in part._parameters.values():
+                        if p is not None:
+                            found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
         return found
 
 
 _REPLACES_WEIGHTS = "bitsandbytes."
 """The package of layers that, under FSDP2, replace their frozen 4-bit weight in each call by another object with the
 same memory."""
-
-
-def _parameters_as_given(module: nn.Module) -> Iterable[nn.Parameter | None]:
-    for part in module.modules():
-        if not type(part).__module__.startswith(_REPLACES_WEIGHTS):
-            yield from part._parameters.values()
 
 
 @contextmanager
@@ -151,3 +141,25 @@ def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[dict[int, Tens
     finally:
         for inner, name, p in replaced:
             inner._parameters[name] = p
+
+
+class GradientSums:
+    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
+
+    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
+    went elsewhere.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+
+    def add(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
+        """Add the gradients of a chunk, of the parameters from number `first` on."""
+        for index, grad in enumerate(grads, first):
+            total = self.totals[index]
+            if grad is None:
+                continue
+            if total is None:
+                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            else:
+                total += grad

@@ -295,24 +295,15 @@ def balanced_spans(
     found, first, last = [], 0, len(offsets) - 1
     for ranks in range(size, 0, -1):
         own, room = held[size - ranks], max(0, low - held[size - ranks])
-        level = _level(offsets[last] - offsets[first], held[size - ranks :])
+        # What a rank has, rounded up, if the units that are left are added where the fewest are held.
+        fewest = itertools.accumulate(sorted(held[size - ranks :]), initial=offsets[last] - offsets[first])
+        level = min([-(-total // count) for count, total in enumerate(fewest) if count])
         after = taken(first, last, min(room, max(0, level - own)), room)
         if not fits(*after, ranks - 1, low):
             after = taken(first, last, room, room)
         found.append(join_spans(((first, after[0]), (after[1], last))))
         first, last = after
     return tuple(found)
-
-
-def _level(units: int, held: Sequence[int]) -> int:
-    """Return how many units a rank has if `units` are added where the fewest are held, rounded up."""
-    total, level = units, 0
-    for count, own in enumerate(sorted(held), 1):
-        total += own
-        if count == len(held) or -(-total // count) <= sorted(held)[count]:
-            level = -(-total // count)
-            break
-    return level
 
 
 def _nearest(offsets: Sequence[int], first: int, last: int, goal: int, most: int, least: int = 0) -> int:
@@ -454,10 +445,10 @@ def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
     `rank` on; contiguous: the rank-th of `size` equal chunks. Zigzag and striped balance causal attention.
     """
     positions = torch.arange(total)
-    return torch.cat([positions[span] for span in _spans(total, rank, size, layout)])
+    return torch.cat([positions[span] for span in token_slices(total, rank, size, layout)])
 
 
-def _spans(total: int, rank: int, size: int, layout: str) -> list[slice]:
+def token_slices(total: int, rank: int, size: int, layout: str) -> list[slice]:
     """Return the tokens of `rank`. Slices, unlike indices, need no tensor that is copied to the device."""
     step = shard_multiple(size, layout)
     if total % step:
@@ -482,8 +473,13 @@ def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigz
     if comm.size == 1:
         shard_multiple(1, layout)  # checks the name of the layout
         return x
-    spans = _spans(x.shape[dim], comm.rank, comm.size, layout)
-    return torch.cat([x[(slice(None),) * (dim % x.dim()) + (span,)] for span in spans], dim)
+    return take_slices(x, dim, token_slices(x.shape[dim], comm.rank, comm.size, layout))
+
+
+def take_slices(x: Tensor, dim: int, slices: Sequence[slice]) -> Tensor:
+    """Return the entries of x in these slices along `dim`, a copy."""
+    before = (slice(None),) * (dim % x.dim())
+    return torch.cat([x[*before, part] for part in slices], dim)
 
 
 def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
@@ -501,7 +497,7 @@ def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zi
     def check() -> dict[str, object]:
         if not -x.dim() <= dim < x.dim():
             raise ShapeError(f"unshard_sequence: dim={dim}; x has {x.dim()} dimensions, shape {tuple(x.shape)}")
-        _spans(x.shape[dim] * comm.size, comm.rank, comm.size, layout)
+        token_slices(x.shape[dim] * comm.size, comm.rank, comm.size, layout)
         facts = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim % x.dim(), "layout": layout}
         return facts | {"gradients": torch.is_grad_enabled() and x.requires_grad}
 

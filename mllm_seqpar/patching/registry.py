@@ -13,7 +13,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Collection
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -98,10 +98,6 @@ def _is_adapter(given: object) -> bool:
     return isinstance(given, type) and inspect.ismethod(getattr(given, "matches", None))
 
 
-def _made_by(given: Any) -> Any:
-    return given if _is_adapter(given) else given()
-
-
 @functools.cache
 def _declared(path: tuple[str, ...]) -> dict[str, Adapter]:
     """Return the adapters of the entry points on a search path, by name; scanning the path takes 10 ms."""
@@ -109,7 +105,8 @@ def _declared(path: tuple[str, ...]) -> dict[str, Adapter]:
     for point in entry_points(group=ENTRY_POINTS):
         declared = f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS}"
         try:
-            adapter = _made_by(point.load())
+            loaded = point.load()
+            adapter = loaded if _is_adapter(loaded) else loaded()
         except Exception as error:
             raise AdapterError(
                 f"{declared} cannot be loaded ({type(error).__name__}: {error}); repair or uninstall the package that "

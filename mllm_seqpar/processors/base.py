@@ -219,7 +219,13 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         **variables: Any,
     ) -> tuple[list[str], list[list[Span]] | None]:
         """Return the text of each conversation and, if `marked`, the character ranges of its answers."""
-        template = self._resolve_template(chat_template)
+        template: str = self.chat_template if chat_template is None else chat_template
+        if isinstance(self.chat_template, Mapping):  # several by name
+            name = "default" if chat_template is None else chat_template
+            if chat_template is None and name not in self.chat_template:
+                names = ", ".join(sorted(self.chat_template))
+                raise DataError(f"there is no default chat template; pass chat_template, one of {names}")
+            template = self.chat_template.get(name, name)
         given = {"tools": tools, "documents": documents, **variables}
         unused = [
             name
@@ -253,15 +259,6 @@ class NativeProcessor(LocalCode, ProcessorMixin):
                 **(self.tokenizer.special_tokens_map | variables),
             )
         return texts, spans if marked else None
-
-    def _resolve_template(self, chat_template: str | None) -> str:
-        own = self.chat_template
-        if not isinstance(own, Mapping):
-            return own if chat_template is None else chat_template
-        name = "default" if chat_template is None else chat_template
-        if chat_template is None and name not in own:
-            raise DataError(f"there is no default chat template; pass chat_template, one of {', '.join(sorted(own))}")
-        return own.get(name, name)
 
     @classmethod
     def _arguments_of(cls, kind: str) -> set[str]:

@@ -25,10 +25,11 @@ from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import InputGrads, Keys
 from mllm_seqpar.attention.streamed import KeyChunk, StreamedKeys
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
+from mllm_seqpar.recomputation import GradientSums
 
 from .host_copies import HostCopies
 from .projections import Projection
-from .visual_features import GradientSums, RecomputedKeys, VisualFeatures, project_chunks, unit_chunks
+from .visual_features import RecomputedKeys, VisualFeatures, project_chunks, unit_chunks
 
 
 class HostGradient:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import global_module_hooks
+from mllm_seqpar.attention.keys import attention_dtype
 from mllm_seqpar.recomputation import detached_parameters, trained_parameters
 
 ProjectFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -234,7 +235,7 @@ class KVProjection:
         They are in the dtype of the outputs.
         """
         gradients = [g.flatten(0, 1) for g in (dk, dv)]
-        dtypes = [_output_dtype(linear) for linear in self.linears]
+        dtypes = [attention_dtype(linear.weight) for linear in self.linears]  # type: ignore[arg-type]
         if len(dtypes) == 1:
             both = [g.to(dtypes[0]) for g in gradients]
             return [torch.stack(both, dim=-2 if self.interleaved else -3).flatten(1)]
@@ -287,15 +288,6 @@ def _is_plain_linear(module: nn.Module) -> bool:
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     tensors = (module.weight, module.bias)
     return not any(hooks) and all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
-
-
-def _output_dtype(linear: nn.Module) -> torch.dtype:
-    """Return the dtype of the output of a linear layer, under autocast or without."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    device = weight.device.type
-    casts = torch.is_autocast_enabled(device) and weight.dtype is not torch.float64
-    return torch.get_autocast_dtype(device) if casts else weight.dtype
 
 
 def _has_foreign_global_hook() -> bool:

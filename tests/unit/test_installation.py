@@ -69,6 +69,7 @@ print(triton_tiles.parse(["--compile", "9.0"]).dims, mllm_seqpar.__file__)
 """
 
 
+@pytest.mark.slow
 def test_checkout_works_without_installation(tmp_path: Path) -> None:
     """Also its benchmarks, which run where nothing can be installed."""
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():  # all packages but this one

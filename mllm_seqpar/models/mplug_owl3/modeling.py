@@ -19,13 +19,13 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
