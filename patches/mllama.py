@@ -47,6 +47,7 @@ from mllm_seqpar.adapting import (
     mark_visual_layers,
     merge_heads,
     refuse_dropout,
+    require_shape,
     split_heads,
 )
 
@@ -136,7 +137,19 @@ class MllamaInputs(ForwardInputs):
         """Raise ShapeError or MaskError if the images do not fit together, or do not fit the text."""
         if self.frames is None:
             return
-        (self._check_features if self.frames_are_features else self._check_pixels)(self.frames)
+        shape = self.frames.shape
+        if self.frames_are_features:
+            by_tiles = {"tiles of all images": None} if len(shape) == 3 else {"images": None, "tiles": self.tiles}
+            # Without a mask, which has a column for each tile, a caller may pass fewer patches.
+            patches = None if self.cross_attention_mask is None else self.patches
+            require_shape("cross_attention_states", shape, **by_tiles, patches=patches, width=self.width)
+        else:
+            note, images = ", the images of all samples one after another", shape[0]
+            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
+            require_shape("pixel_values", shape, note, images=None, tiles=self.tiles, **sides)
+            ids, tiles = (None if x is None else x.shape for x in self.extras)
+            require_shape("aspect_ratio_ids", ids, note, images=images)
+            require_shape("aspect_ratio_mask", tiles, note, images=images, tiles=self.tiles)
         units = self.total_frames * self.units_per_frame
         if self.samples < 1 or self.batch % self.samples or units % self.samples:
             raise ShapeError(
@@ -147,28 +160,6 @@ class MllamaInputs(ForwardInputs):
             # Images that the cache has already, which a caller may repeat, or further ones.
             repeated = mask.dim() == 4 and mask.shape[2] * mask.shape[3] == self.cached_tiles > 0
             self._rows_of_mask(mask, self.cached_tiles + (0 if repeated else units // self.samples))
-
-    def _check_pixels(self, frames: Tensor) -> None:
-        missing = [name for name, x in zip(_ASPECT_RATIOS, self.extras, strict=True) if x is None]
-        if missing:
-            raise ShapeError(f"pixel_values was given without {', '.join(missing)}; pass what the processor returns")
-        found = [tuple(x.shape) for x in (frames, *self.extras)]
-        if frames.dim() != 5 or found[0][1] != self.tiles or found[1:] != [found[0][:1], found[0][:2]]:
-            lead = "images of this rank" if self.visual_shard is not None else "batch, images"
-            raise ShapeError(
-                f"pixel_values, {' and '.join(_ASPECT_RATIOS)} have shapes {found} by images; expected ({lead}, "
-                f"{self.tiles} tiles, channels, height, width), ({lead}) and ({lead}, {self.tiles} tiles)"
-            )
-
-    def _check_features(self, frames: Tensor) -> None:
-        masked = self.cross_attention_mask is not None
-        by_images = frames.dim() == 4 and frames.shape[1] == self.tiles
-        fits = frames.shape[-1] == self.width and (not masked or frames.shape[-2] == self.patches)
-        if not (frames.dim() == 3 or by_images) or not fits:
-            raise ShapeError(
-                f"cross_attention_states has shape {tuple(frames.shape)}; expected (batch x images x tiles, patches, "
-                f"{self.width})" + (f" with {self.patches} patches a tile, as cross_attention_mask has it" * masked)
-            )
 
 
 class MllamaFamily(Family[MllamaInputs]):

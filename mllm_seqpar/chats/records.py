@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from glob import escape, glob, has_magic
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from mllm_seqpar._compat import optional_import
 from mllm_seqpar.digests import digest_of, file_digest
 from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, reading
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.videos.files import reading_index
 from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_cache
 
 VIDEO_ID = "video-id:"
@@ -114,7 +113,7 @@ def _files_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{folder}: cannot be read (no such file or directory); expected {KNOWN}")
     if (folder / "dataset_dict.json").is_file():
-        with reading_index(folder / "dataset_dict.json", "splits", "was the download complete?"):
+        with reading(f"{folder / 'dataset_dict.json'}: not an index of splits", "was the download complete?"):
             splits = [folder / name for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
         return _files_of(_only(folder, "splits", splits))
     for mark in _MARKS:
@@ -200,12 +199,17 @@ class Records(ABC):
         Raises:
             VideoError: there is no such file.
         """
+        folders = self._folders(index)
         if name.startswith(VIDEO_ID):
-            return self._video_of(index, name.removeprefix(VIDEO_ID))
+            stem = name.removeprefix(VIDEO_ID)
+            for folder, inner, suffix in product(folders, _VIDEO_FOLDERS, sorted(VIDEO_SUFFIXES)):
+                if (path := folder / inner / (stem + suffix)).is_file():
+                    return str(path)
+            where = f"{', '.join(map(str, folders))}, or {', '.join(filter(None, _VIDEO_FOLDERS))} there"
+            raise VideoError(f"no file {stem}.mp4 (or another video format) in {where}")
         local = local_media(name)
         if local != name:
             return local
-        folders = self._folders(index)
         for folder in folders:
             if os.path.isfile(folder / name):  # Path.is_file raises for a name that is too long
                 return str(folder / name)
@@ -225,16 +229,6 @@ class Records(ABC):
     def _folders(self, index: int) -> Sequence[Path]:
         """Return the folders at which relative names of a record start; the first one that has the file counts."""
         return self.folders
-
-    def _video_of(self, index: int, stem: str) -> str:
-        for folder in self._folders(index):
-            for inner in _VIDEO_FOLDERS:
-                for suffix in sorted(VIDEO_SUFFIXES):
-                    path = folder / inner / (stem + suffix)
-                    if path.is_file():
-                        return str(path)
-        where = ", ".join(str(folder) for folder in self._folders(index))
-        raise VideoError(f"no file {stem}.mp4 (or another video format) in {where}, or data, videos, video there")
 
 
 class JsonRecords(Records):

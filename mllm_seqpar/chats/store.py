@@ -29,7 +29,7 @@ from torch import Tensor
 from mllm_seqpar.digests import digest_of
 from mllm_seqpar.errors import ConfigError, DataError, reading, writing
 from mllm_seqpar.sharding import FrameSizes, Spans, describe_spans, join_spans
-from mllm_seqpar.videos.files import atomic_write, reading_index, require_made_with, write_json
+from mllm_seqpar.videos.files import atomic_write, require_made_with, write_json
 
 _TENSOR = "embeds"
 _ELSEWHERE = "give --features another directory"
@@ -60,7 +60,7 @@ class Store:
     @contextmanager
     def reading_index(self) -> Iterator[Any]:
         """Yield the index; raise DataError if it is damaged, or lacks an entry that is read inside."""
-        with reading_index(self.index, self.ROWS, self.IF_DAMAGED):
+        with reading(f"{self.index}: not an index of {self.ROWS}", self.IF_DAMAGED):
             yield json.loads(self.index.read_text())
 
     def writing(self) -> AbstractContextManager[None]:

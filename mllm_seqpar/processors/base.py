@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mllm_seqpar.chats.answer_tokens import Span, target_mask
 from mllm_seqpar.chats.chat import Chat, without_nulls
 from mllm_seqpar.chats.forms import plain_part
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.auto_classes import LocalCode, write_code
 
 Messages = Sequence[Mapping[str, Any]]
@@ -41,6 +41,9 @@ TEXT_ARGUMENTS = {
     *("return_attention_mask", "return_offsets_mapping", "add_special_tokens", "verbose"),
 }
 """The arguments of tokenizers that the processors with placeholders for frames take."""
+
+TENSORS = ("pt", "np", None)
+"""The values of `return_tensors`: torch, numpy, or lists."""
 
 _SAVED_TEMPLATE = "has_chat_template"
 """Key of processor_config.json. A directory of the hub may have the chat template of its language model in a file of
@@ -219,7 +222,13 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         **variables: Any,
     ) -> tuple[list[str], list[list[Span]] | None]:
         """Return the text of each conversation and, if `marked`, the character ranges of its answers."""
-        template = self._resolve_template(chat_template)
+        template: str = self.chat_template if chat_template is None else chat_template
+        if isinstance(self.chat_template, Mapping):  # several by name
+            name = "default" if chat_template is None else chat_template
+            if chat_template is None and name not in self.chat_template:
+                names = ", ".join(sorted(self.chat_template))
+                raise DataError(f"there is no default chat template; pass chat_template, one of {names}")
+            template = self.chat_template.get(name, name)
         given = {"tools": tools, "documents": documents, **variables}
         unused = [
             name
@@ -253,15 +262,6 @@ class NativeProcessor(LocalCode, ProcessorMixin):
                 **(self.tokenizer.special_tokens_map | variables),
             )
         return texts, spans if marked else None
-
-    def _resolve_template(self, chat_template: str | None) -> str:
-        own = self.chat_template
-        if not isinstance(own, Mapping):
-            return own if chat_template is None else chat_template
-        name = "default" if chat_template is None else chat_template
-        if chat_template is None and name not in own:
-            raise DataError(f"there is no default chat template; pass chat_template, one of {', '.join(sorted(own))}")
-        return own.get(name, name)
 
     @classmethod
     def _arguments_of(cls, kind: str) -> set[str]:
@@ -340,8 +340,7 @@ def is_video(item: Any) -> bool:
 
 def returned(data: dict[str, Any], return_tensors: str | None) -> BatchFeature:
     """Return tensors as torch or numpy arrays, or as lists; raise DataError for another kind of tensors."""
-    if return_tensors not in ("pt", "np", None):
-        raise DataError(f"return_tensors is {return_tensors!r}; expected 'pt', 'np' or None")
+    require_one_of("return_tensors", return_tensors, TENSORS, kind=DataError)
     if return_tensors == "np":
         data = {name: np.asarray(value) for name, value in data.items()}
     elif return_tensors is None:

@@ -20,20 +20,14 @@ TRAINED = "language_model"
 
 
 class Model:
-    """A model, its inputs, and what is measured of it.
-
-    Attributes:
-        forwards, steps: frames and text tokens of the passes.
-        growth: two numbers of frames and the text tokens, for the growth of memory.
-        unpatched_up_to: by pass, the most frames for which the unpatched model is run, whose masks are dense.
-    """
+    """A model, its inputs, and what is measured of it."""
 
     name: str
     model: Any
-    forwards: Sequence[tuple[int, int]]
+    forwards: Sequence[tuple[int, int]]  # frames and text tokens of the passes
     steps: Sequence[tuple[int, int]]
-    growth: tuple[tuple[int, int], int]
-    unpatched_up_to: Mapping[str, int]
+    growth: tuple[tuple[int, int], int]  # two numbers of frames and the text tokens, for the growth of memory
+    unpatched_up_to: Mapping[str, int]  # by pass, the most frames of the unpatched model, whose masks are dense
     cross_attention = True
 
     def inputs(self, frames: int, text: int) -> dict[str, Any]:

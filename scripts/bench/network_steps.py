@@ -65,14 +65,9 @@ def scaled_step(
     layers: int = 1,
     block_s: float | None = None,
 ) -> Setting:
-    """Return the setting of a step with the proportions of a row of the paper.
+    """Return the setting of a step with the proportions of a row of the paper, all widths divided by `scale`.
 
-    Args:
-        family: that of the model. Llama's is not the paper's model of that row.
-        scale: divisor of all widths.
-        rows: query rows of a rank.
-        layers: layers with cross-attention, every second layer of the model.
-        block_s: seconds of an emulated block's forward pass; None: real blocks.
+    Every second layer of the model, `layers` in all, has cross-attention. Llama is not the paper's model of its row.
     """
     llama = family == "mllama"
     model = scaled(family, scale, "llama-3.2-11b-vision" if llama else row.model.name, 2 * layers, every=2)

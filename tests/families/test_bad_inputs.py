@@ -117,7 +117,7 @@ MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
 PREVIEW = Preview(frames=(3, 1), labels=None)
 PREVIEW_CHANGES: dict[str, Inputs] = {
     r"vision_position_ids has shape \(2, 2\); expected \(2, 3\)": {"vision_position_ids": torch.ones(2, 2).long()},
-    r"expected \(batch, images, 1 tiles, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
+    r"expected \(images, 1, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
     "3 tiles in all images of a sample": {"cross_attention_mask": torch.ones(2, 11, 2, 1)},
 }
 PREVIEW_OTHERS = {"digest of the positions of frames": lambda x: {"vision_position_ids": x["vision_position_ids"] + 1}}
@@ -137,13 +137,13 @@ MLLAMA_MASKS = {
 RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 MLLAMA_CHANGES: dict[str, Inputs] = {
     **{message: {"cross_attention_mask": torch.ones(shape)} for message, shape in MLLAMA_MASKS.items()},
-    "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": dict.fromkeys(RATIOS),
-    r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images": {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
-    r"expected \(batch, images, 3 tiles, channels": {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
-    r"\[\(12, 3, 28, 28\), \(4,\), ": {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
+    r"aspect_ratio_ids is missing; expected \(4\)": dict.fromkeys(RATIOS),
+    r"aspect_ratio_ids has shape \(1,\); expected \(4\)": {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
+    r"expected \(images, 3, channels": {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
+    r"has shape \(12, 3, 28, 28\); expected \(images, 3,": {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
     "pass either pixel_values or cross_attention_states, not both": _states(12, PATCHES, 64),
-    r"\(12, 5, 96\); expected \(batch x images x tiles, patches, 64\) with 5": NO_PIXELS | _states(12, PATCHES, 96),
-    "with 5 patches a tile, as cross_attention_mask has it": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
+    r"\(12, 5, 96\); expected \(tiles of all images, 5, 64\)": NO_PIXELS | _states(12, PATCHES, 96),
+    r"\(1, 59, 64\); expected \(tiles of all images, 5, 64\)": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
     "output_attentions=True: attention weights do not exist": {"output_attentions": True},
 }
 
@@ -292,8 +292,8 @@ def test_bad_inputs_are_refused_on_every_rank(family: str) -> None:
 def test_bad_media_of_open_flamingo_are_refused_on_every_rank() -> None:
     flamingo = family_module("open_flamingo")
     different = {
-        "expected .*one frame to a medium": torch.zeros(2, 2, 3, 3, 12, 12),
-        r"expected \(B, media, 1, C, H, W\)": torch.zeros(2, 2, 3, 12, 12),
+        r"\(4, 3, 3, 12, 12\); expected .*one frame to a medium": torch.zeros(2, 2, 3, 3, 12, 12),
+        r"expected \(media, 1, channels, height, width\)": torch.zeros(2, 2, 3, 12, 12),
         "0 media for 2 samples": torch.zeros(2, 0, 1, 3, 12, 12),
         "2 rows of text, but media for 3 samples": flamingo.pixels(3, 2),
         DIFFERENT: flamingo.pixels(2, 2, seed=9),

@@ -22,9 +22,9 @@ from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, Videos
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import TEXT_ARGUMENTS, NativeProcessor, flattened, is_video
+from mllm_seqpar.processors.base import TENSORS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video
 from mllm_seqpar.processors.mplug_owl3.chat import Piece
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.videos.media_files import local_media
@@ -276,8 +276,7 @@ class MossVLProcessor(NativeProcessor):
     ) -> BatchFeature:
         arguments = {"return_token_type_ids": False} | dict(text_kwargs)
         tensors, keeps_offsets = arguments.pop("return_tensors", None), arguments.get("return_offsets_mapping", False)
-        if tensors not in ("pt", "np", None):
-            raise DataError(f"return_tensors is {tensors!r}; expected 'pt', 'np' or None")
+        require_one_of("return_tensors", tensors, TENSORS, kind=DataError)
         arguments["return_offsets_mapping"] = keeps_offsets or with_labels
         data: dict[str, Any] = dict(self.tokenizer([piece.text for piece, _ in expanded], **arguments))
         ids = data["input_ids"]

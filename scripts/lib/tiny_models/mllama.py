@@ -62,13 +62,11 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) 
 class Case(TinyCase):
     """A batch of Llama 3.2 Vision; `features` is None, "tiles" or "sample" (the tiles of a sample in one row).
 
-    Attributes:
-        frames: the number of tiles of each image of each sample; ((3, 1), (2,)) are two samples.
-        mask: "processor": the mask that the processor makes; "scattered": a token sees any tiles; "none": no mask. The
-            unpatched model then needs eager attention, because sdpa applies a causal mask to the tiles.
+    `mask` is "processor" (that of the processor), "scattered" (a token sees any tiles) or "none". The unpatched model
+    then needs eager attention, because sdpa applies a causal mask to the tiles.
     """
 
-    frames: tuple[tuple[int, ...], ...] = ((3, 1, 2),)
+    frames: tuple[tuple[int, ...], ...] = ((3, 1, 2),)  # the tiles of each image of each sample
     mask: str = "processor"
 
     def model_overrides(self) -> dict[str, Any]:

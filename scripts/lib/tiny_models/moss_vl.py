@@ -58,16 +58,13 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) 
 class Case(TinyCase):
     """A batch of MOSS-VL.
 
-    Attributes:
-        features: None, or "embeddings", those of the tower with separators, as `visual_embeds`.
-        frames: the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
-            of a video.
-        mask: "processor": bool, as the processor makes it; "counts": the number of frames of each row; "none": no mask.
+    `frames` has the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
+    of a video. `features` is None or "embeddings", those of the tower with separators, as `visual_embeds`.
     """
 
     frames: tuple[tuple[tuple[int, ...], ...], ...] = (((3, 4, 6), (6, 4)),)
     length: int = 19
-    mask: str = "processor"
+    mask: str = "processor"  # bool, as the processor makes it; "counts": the frames of each row; "none": no mask
 
 
 def frames_of(case: Case) -> list[int]:
