@@ -298,7 +298,9 @@ class HyperAttention(Qwen2Attention):
             return self.o_proj(out), weights
 
         def project() -> tuple[Tensor, Tensor]:
-            assert visual_norm is not None and visual.embeds is not None
+            if visual_norm is None:
+                raise TypeError("a hyper layer attends to frames by its input norm; pass it as visual_norm")
+            assert visual.embeds is not None
             rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
             return self.visual_projection(visual_norm)(visual.embeds, rotation)
 
