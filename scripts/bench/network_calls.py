@@ -328,7 +328,6 @@ def setting_columns(setting: Setting, block_s: float, mbit: float | None, speed:
 
 
 def mode_columns(mode: str, seconds: Sequence[float], sent: int, predicted: float) -> dict[str, Any]:
-    """Return the columns of one mode."""
     times = {"seconds": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
     return {"mode": mode, "repeats": len(seconds), **times, "sent_bytes": sent, "predicted_s": predicted}
 
