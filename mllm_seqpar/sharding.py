@@ -445,10 +445,10 @@ def sequence_positions(total: int, rank: int, size: int, layout: str) -> Tensor:
     `rank` on; contiguous: the rank-th of `size` equal chunks. Zigzag and striped balance causal attention.
     """
     positions = torch.arange(total)
-    return torch.cat([positions[span] for span in _spans(total, rank, size, layout)])
+    return torch.cat([positions[span] for span in token_slices(total, rank, size, layout)])
 
 
-def _spans(total: int, rank: int, size: int, layout: str) -> list[slice]:
+def token_slices(total: int, rank: int, size: int, layout: str) -> list[slice]:
     """Return the tokens of `rank`. Slices, unlike indices, need no tensor that is copied to the device."""
     step = shard_multiple(size, layout)
     if total % step:
@@ -473,8 +473,13 @@ def shard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigz
     if comm.size == 1:
         shard_multiple(1, layout)  # checks the name of the layout
         return x
-    spans = _spans(x.shape[dim], comm.rank, comm.size, layout)
-    return torch.cat([x[(slice(None),) * (dim % x.dim()) + (span,)] for span in spans], dim)
+    return take_slices(x, dim, token_slices(x.shape[dim], comm.rank, comm.size, layout))
+
+
+def take_slices(x: Tensor, dim: int, slices: Sequence[slice]) -> Tensor:
+    """Return the entries of x in these slices along `dim`, a copy."""
+    before = (slice(None),) * (dim % x.dim())
+    return torch.cat([x[*before, part] for part in slices], dim)
 
 
 def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zigzag") -> Tensor:
@@ -492,7 +497,7 @@ def unshard_sequence(x: Tensor, dim: int, group: Group = None, layout: str = "zi
     def check() -> dict[str, object]:
         if not -x.dim() <= dim < x.dim():
             raise ShapeError(f"unshard_sequence: dim={dim}; x has {x.dim()} dimensions, shape {tuple(x.shape)}")
-        _spans(x.shape[dim] * comm.size, comm.rank, comm.size, layout)
+        token_slices(x.shape[dim] * comm.size, comm.rank, comm.size, layout)
         facts = {"shape": tuple(x.shape), "dtype": x.dtype, "dim": dim % x.dim(), "layout": layout}
         return facts | {"gradients": torch.is_grad_enabled() and x.requires_grad}
 

@@ -457,18 +457,15 @@ def _in_cache(language_model: Any, media: Media | None, cache: Cache | None, inp
     state.crop_to(past)
     if media.fingerprint in state.frame_fingerprints and not torch.is_grad_enabled():
         return True
-    if torch.is_grad_enabled() or not _follows(media, state, (input_ids == language_model.media_token_id).sum(1), past):
+    follows = not torch.is_grad_enabled() and state.frame_facts is not None and state.frames is not None
+    if follows:
+        before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
+        follows = bool((_media_tokens_before(state, past, len(input_ids)) == before).all())
+        media_tokens = (input_ids == language_model.media_token_id).sum(1)
+        follows = follows and bool((media_tokens == media.total // media.samples).all())
+    if not follows:
         state.drop_frames()
     return False
-
-
-def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tensor, past: int) -> bool:
-    """Return whether each medium, of those of the cache and of `media`, has a media token in each row of the text."""
-    if state.frame_facts is None or state.frames is None:
-        return False
-    before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
-    known = _media_tokens_before(state, past, media_tokens.shape[0])
-    return bool((known == before).all()) and bool((media_tokens == media.total // media.samples).all())
 
 
 def _media_tokens_before(state: SequenceParallelCacheState, past: int, batch: int) -> Tensor:

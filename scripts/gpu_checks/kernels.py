@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dense_attention import dense_attention
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
-from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name, kernel_names
+from mllm_seqpar.kernels import BlockKernel, FinalRows, choose_kernel, kernel_by_name, kernel_names
 from mllm_seqpar.kernels.base import merge
 from mllm_seqpar.masks import Intervals
 
@@ -164,7 +164,8 @@ def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
     o, lse = parts[0][0].float(), parts[0][1]
     for part in parts[1:]:
         o, lse = merge((o, lse), part)
-    grads = [kernel.backward(p.do, p.q, k, v, o, lse, **options) for k, v, options in blocks]
+    rows = FinalRows(p.q, o, lse, p.do)
+    grads = [kernel.backward(rows, k, v, **options) for k, v, options in blocks]
     dq = torch.stack([g[0].float() for g in grads]).sum(0)
     return {"o": o, "dq": dq, "dk": torch.cat([g[1] for g in grads], 2), "dv": torch.cat([g[2] for g in grads], 2)}
 
