@@ -124,12 +124,9 @@ class Upload:
 class MediaStore:
     """Resolves the media of requests to files. Threads may share it.
 
-    Args:
-        folder: for uploads and downloads; all ranks must have access to it.
-        media_root: the folder below which requests may name paths; None: no paths.
-        allowed_hosts: hosts of http(s) URLs; "*" allows all with a public address.
-        max_bytes: of one file.
-        max_total: bytes of all uploads, and of the data: URLs and downloads of the requests that wait or run.
+    All ranks must have access to the folder. Without `media_root`, requests may name no paths; the host "*" stands for
+    all with a public address. `max_bytes` is of one file, and `max_total` of all uploads, and of the data: URLs and
+    downloads of the requests that wait or run.
     """
 
     def __init__(
@@ -163,13 +160,6 @@ class MediaStore:
                 f"{size} bytes do not fit: {stored} of {self._max_total} are in use (--max_stored_mb); delete files "
                 "first (DELETE /v1/files/ID), or try again when other requests have ended",
             )
-
-    @contextmanager
-    def room(self, size: int) -> Iterator[None]:
-        """Count bytes that are being received until the end of the block; raise ApiError 413 if they do not fit."""
-        with self._reservation() as reserve:
-            reserve(size)
-            yield
 
     def add(self, file: Any, filename: str, purpose: str, expiry: Expiry | None = None) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
@@ -341,7 +331,7 @@ class MediaStore:
             name: what equal files have in common; default: a digest of the content.
             expected: the size, if it is known; counted before the first block is read.
         """
-        reserve, size, digest = used.enter_context(self._reservation()), 0, hashlib.sha256()
+        reserve, size, digest = used.enter_context(self.room()), 0, hashlib.sha256()
         with self._temporary() as temporary:
             with temporary.open("wb") as target:
                 for block in chain([b""], blocks):
@@ -360,8 +350,12 @@ class MediaStore:
         return path
 
     @contextmanager
-    def _reservation(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that sets the number of bytes that count against `max_total` until the end of the block."""
+    def room(self, size: int = 0) -> Iterator[Callable[[int], None]]:
+        """Count bytes against `max_total` until the end of the block, and yield a function that sets their number.
+
+        Raises:
+            ApiError: 413 if they do not fit; the function too.
+        """
         reserved = 0
 
         def reserve(size: int) -> None:
@@ -370,6 +364,7 @@ class MediaStore:
                 self._require_room(size - reserved)
                 self._reserved, reserved = self._reserved + size - reserved, size
 
+        reserve(size)
         try:
             yield reserve
         finally:
