@@ -25,11 +25,13 @@ from mllm_seqpar.chunked_mlp import TokenwiseFunction as TokenwiseFunction
 from mllm_seqpar.chunked_mlp import run_in_chunks as run_in_chunks
 from mllm_seqpar.comm import Communicator as Communicator
 from mllm_seqpar.comm.autograd import gather_shards as gather_shards
+from mllm_seqpar.digests import sampled_bits as sampled_bits
 from mllm_seqpar.errors import AdapterError as AdapterError
 from mllm_seqpar.errors import ConfigError as ConfigError
 from mllm_seqpar.errors import DataError as DataError
 from mllm_seqpar.errors import MaskError as MaskError
 from mllm_seqpar.errors import ShapeError as ShapeError
+from mllm_seqpar.errors import require_shape as require_shape
 from mllm_seqpar.integrations.transformers.attention import causal_mask as causal_mask
 from mllm_seqpar.integrations.transformers.attention import merge_heads as merge_heads
 from mllm_seqpar.integrations.transformers.attention import model_attention as model_attention
@@ -63,7 +65,6 @@ from mllm_seqpar.planner.model_sizes import ModelSizes as ModelSizes
 from mllm_seqpar.planner.model_sizes import ResamplerSizes as ResamplerSizes
 from mllm_seqpar.planner.model_sizes import TextSizes as TextSizes
 from mllm_seqpar.planner.model_sizes import VisionSizes as VisionSizes
-from mllm_seqpar.runtime.checksums import sampled_bits as sampled_bits
 from mllm_seqpar.runtime.context import SeqParContext as SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState as ForwardState
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss as sharded_causal_lm_loss

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from mllm_seqpar.errors import ConfigError, ShapeError
 from mllm_seqpar.recomputation import (
     AutocastState,
+    GradientSums,
     ParameterCheck,
     RNGState,
     detached_parameters,
@@ -48,11 +49,6 @@ class TokenwiseFunction:
     modules: Sequence[nn.Module]
     owner: nn.Module
 
-    @property
-    def name(self) -> str:
-        """The owner's class, for messages."""
-        return type(self.owner).__name__
-
     def refuse_fsdp_units(self) -> None:
         """Raise ConfigError if a module within the owner is an FSDP unit.
 
@@ -62,9 +58,9 @@ class TokenwiseFunction:
             for path, inner in module.named_modules():
                 if inner is not self.owner and isinstance(inner, FSDPModule):
                     raise ConfigError(
-                        f"mlp_chunk_size: {path or type(inner).__name__} within {self.name} is sharded by fully_shard "
-                        "on its own, so every chunk would gather it; call fully_shard on the decoder layer or the "
-                        "whole MLP, or patch with mlp_chunk_size=None"
+                        f"mlp_chunk_size: {path or type(inner).__name__} within {type(self.owner).__name__} is sharded "
+                        "by fully_shard on its own, so every chunk would gather it; call fully_shard on the decoder "
+                        "layer or the whole MLP, or patch with mlp_chunk_size=None"
                     )
 
 
@@ -147,82 +143,66 @@ class _ChunkedFunction(torch.autograd.Function):
         ctx.parameters.require_unchanged("mlp_chunk_size=None")
         replay = nullcontext() if ctx.rng_state is None else ctx.rng_state.replay()
         with ctx.autocast.again(), replay, detached_parameters(function.modules) as detached:
-            inputs, parameters = ctx.saved.saved_tensors, list(detached.values())
-            gradients = _ChunkGradients(function, inputs, needs_grad[: ctx.count], parameters)
+            saved, parameters = ctx.saved.saved_tensors, list(detached.values())
+            inputs, sums = [_flat_tokens(x) for x in saved], GradientSums(len(parameters))
+            d_inputs = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs_grad, strict=False)]
+
+            def add_to_sum(index: int, parameter: Tensor) -> None:
+                """Add a chunk's gradient to its sum as soon as it exists, so that only one weight has two of them."""
+                grad, parameter.grad = parameter.grad, None
+                sums.add([grad], index)
+
+            for index, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(functools.partial(add_to_sum, index))
             for tokens in _chunks(grad, ctx.size):
-                gradients.add_chunk(tokens, grad)
-        return None, None, None, None, None, *gradients.of_inputs(), *gradients.of_parameters(needs_grad[ctx.count :])
-
-
-class _ChunkGradients:
-    """The gradients of the inputs, written chunk by chunk, and of the parameters, summed over chunks."""
-
-    def __init__(
-        self, function: TokenwiseFunction, inputs: Sequence[Tensor], needs: Sequence[bool], parameters: list[Tensor]
-    ) -> None:
-        self._function, self._parameters, self._checked = function, parameters, False
-        self._shapes = [x.shape for x in inputs]
-        self._inputs = [_flat_tokens(x) for x in inputs]
-        self._grads = [torch.zeros_like(x) if needed else None for x, needed in zip(self._inputs, needs, strict=True)]
-        self._sums: list[Tensor | None] = [None] * len(parameters)  # float32 or wider; None if no chunk used it
-        for index, parameter in enumerate(parameters):  # hooks must not refer to `self`: the cycle would keep inputs
-            parameter.register_post_accumulate_grad_hook(functools.partial(_add_to_sum, self._sums, index))
-
-    def add_chunk(self, tokens: slice, grad: Tensor) -> None:
-        """Apply the chain rule through one chunk. Its inner activations are freed on return."""
-        inputs = [x[..., tokens, :].detach() for x in self._inputs]
-        for x, d in zip(inputs, self._grads, strict=True):
-            x.requires_grad_(d is not None)
-        with torch.enable_grad():
-            out = self._function.run(*inputs)
-        if not out.requires_grad:
-            return
-        leaves = [*(x for x in inputs if x.requires_grad), *self._parameters]
-        if not self._checked:  # once, since all chunks compute the same
-            self._refuse_other_leaves(out, leaves)
-            self._checked = True
-        torch.autograd.backward(out, _flat_tokens(grad)[..., tokens, :].to(out.dtype), inputs=leaves)
-        for x, d in zip(inputs, self._grads, strict=True):
-            if d is not None and x.grad is not None:
-                d[..., tokens, :] = x.grad
-
-    def of_inputs(self) -> list[Tensor | None]:
-        return [None if d is None else d.reshape(shape) for d, shape in zip(self._grads, self._shapes, strict=True)]
-
-    def of_parameters(self, needs_grad: Sequence[bool]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for index, (parameter, needed) in enumerate(zip(self._parameters, needs_grad, strict=True)):
+                _backward_of_chunk(function, tokens, inputs, d_inputs, parameters, grad)
+        of_inputs = [None if d is None else d.reshape(x.shape) for d, x in zip(d_inputs, saved, strict=True)]
+        of_parameters: list[Tensor | None] = []
+        for index, (parameter, needed) in enumerate(zip(parameters, needs_grad[ctx.count :], strict=True)):
             # Free each float32 sum before the next one is converted, so that not all exist in two dtypes.
-            total, self._sums[index] = self._sums[index], None
-            found.append(None if total is None or not needed else total.to(parameter.dtype))
-        return found
-
-    def _refuse_other_leaves(self, out: Tensor, leaves: Sequence[Tensor]) -> None:
-        known, visited, nodes = {id(x) for x in leaves}, set(), [out.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in known:
-                raise ConfigError(
-                    f"mlp_chunk_size: {self._function.name} computes with a tensor of shape {tuple(leaf.shape)} that "
-                    "requires grad and is not one of its parameters, so its gradient would be lost; make it a "
-                    "parameter of that module, or patch with mlp_chunk_size=None"
-                )
-            nodes += [before for before, _ in node.next_functions]
+            total, sums.totals[index] = sums.totals[index], None
+            of_parameters.append(None if total is None or not needed else total.to(parameter.dtype))
+        return None, None, None, None, None, *of_inputs, *of_parameters
 
 
-def _add_to_sum(sums: list[Tensor | None], index: int, parameter: Tensor) -> None:
-    """Add a chunk's gradient to its sum as soon as it exists, so that only one weight has two of them."""
-    grad, parameter.grad = parameter.grad, None
-    assert grad is not None
-    total = sums[index]
-    if total is None:
-        sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    else:
-        total += grad
+def _backward_of_chunk(
+    function: TokenwiseFunction,
+    tokens: slice,
+    inputs: Sequence[Tensor],
+    d_inputs: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    grad: Tensor,
+) -> None:
+    """Apply the chain rule through one chunk. Its inner activations are freed on return."""
+    chunk = [x[..., tokens, :].detach().requires_grad_(d is not None) for x, d in zip(inputs, d_inputs, strict=True)]
+    with torch.enable_grad():
+        out = function.run(*chunk)
+    if not out.requires_grad:
+        return
+    leaves = [*[x for x in chunk if x.requires_grad], *parameters]
+    if tokens.start == 0:  # once, since all chunks compute the same
+        _refuse_other_leaves(function, out, leaves)
+    torch.autograd.backward(out, _flat_tokens(grad)[..., tokens, :].to(out.dtype), inputs=leaves)
+    for x, d in zip(chunk, d_inputs, strict=True):
+        if d is not None and x.grad is not None:
+            d[..., tokens, :] = x.grad
+
+
+def _refuse_other_leaves(function: TokenwiseFunction, out: Tensor, leaves: Sequence[Tensor]) -> None:
+    known, visited, nodes = {id(x) for x in leaves}, set(), [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ConfigError(
+                f"mlp_chunk_size: {type(function.owner).__name__} computes with a tensor of shape {tuple(leaf.shape)} "
+                "that requires grad and is not one of its parameters, so its gradient would be lost; make it a "
+                "parameter of that module, or patch with mlp_chunk_size=None"
+            )
+        nodes += [before for before, _ in node.next_functions]
 
 
 def _flat_tokens(x: Tensor) -> Tensor:
@@ -242,8 +222,8 @@ def _run_chunks(function: TokenwiseFunction, size: int, inputs: Sequence[Tensor]
         result = function.run(*chunk)
         if result.shape[:-1] != chunk[0].shape[:-1]:
             raise ShapeError(
-                f"blockwise MLP: {function.name} made {tuple(result.shape)} of {tuple(chunk[0].shape)}; it must give "
-                "one row for every token"
+                f"blockwise MLP: {type(function.owner).__name__} made {tuple(result.shape)} of "
+                f"{tuple(chunk[0].shape)}; it must give one row for every token"
             )
         if out is None:
             out = result.new_empty((*flat[0].shape[:-1], result.shape[-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -95,76 +96,65 @@ class SeqParConfig:
         return self.self_attention != "local"
 
     def __post_init__(self) -> None:
+        if self.tile is not None:
+            object.__setattr__(self, "tile", check_tile(self.tile))
+        for problem in self._problems():
+            raise ConfigError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with each option, and how to mend it."""
         for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"{name}: {value!r} is unknown; choose one of {', '.join(allowed)}")
+            if getattr(self, name) not in allowed:
+                yield f"{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
         if self.accumulate_dtype not in ("auto", torch.float32, None):
-            raise ConfigError(
+            yield (
                 f'accumulate_dtype: {self.accumulate_dtype} cannot be used; choose "auto", torch.float32 (nothing is '
                 "rounded before it is sent) or None (the dtype of the queries: an error that grows with the ranks)"
             )
-        if self.tile is not None:
-            object.__setattr__(self, "tile", check_tile(self.tile))
-            self._require_strategy("tile", TILE_STRATEGIES, "takes one")
         for name in ("recompute_visual", "recompute_attention", "overlap"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is not a bool; pass True or False")
+                yield f"{name}: {getattr(self, name)!r} is not a bool; pass True or False"
         counts = (("shard_prompt_from", "tokens"), ("mlp_chunk_size", "tokens"), ("vision_chunk_size", "frames"))
         for name, unit in counts:
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigError(f"{name}: {size!r} is not a number of {unit}; pass a positive int, or None")
-        if self.cluster is not None:
-            if not isinstance(self.cluster, str):
-                raise ConfigError(
-                    f"cluster: {self.cluster!r} is not a string; pass the path or name of a cluster file, or None"
-                )
-            if self.kernel != "auto":
-                self._require_strategy("cluster", SELECTED_STRATEGIES, "uses it")
+                yield f"{name}: {size!r} is not a number of {unit}; pass a positive int, or None"
+        if self.cluster is not None and not isinstance(self.cluster, str):
+            yield f"cluster: {self.cluster!r} is not a string; pass the path or name of a cluster file, or None"
         if not isinstance(self.kernel, str):
-            raise ConfigError(f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name")
-        self._check_offload()
-        self._check_text_options()
-
-    def _require_strategy(self, name: str, strategies: tuple[str, ...], verb: str) -> None:
-        if not {self.strategy, self.self_attention} & set(strategies):
-            raise ConfigError(
-                f"{name}: {getattr(self, name)!r} was given, but neither strategy={self.strategy!r} nor self_attention="
-                f"{self.self_attention!r} {verb}; use {' or '.join(strategies)}, or leave it out"
-            )
-
-    def _check_offload(self) -> None:
-        """Raise ConfigError for options that cannot be combined with `visual_offload`."""
-        if self.visual_offload is None:
-            return
-        if self.visual_offload != "cpu":
-            raise ConfigError(f'visual_offload: {self.visual_offload!r} is unknown; choose "cpu", or None')
-        if self.strategy != "lv-xattn":
-            raise ConfigError(
+            yield f"kernel: {self.kernel!r} is not a kernel's name; pass 'auto' or a name"
+        of_some_strategies = [("tile", TILE_STRATEGIES, "takes one")]
+        if self.kernel != "auto":
+            of_some_strategies.append(("cluster", SELECTED_STRATEGIES, "uses it"))
+        for name, strategies, verb in of_some_strategies:
+            value = getattr(self, name)
+            if value is not None and not {self.strategy, self.self_attention} & set(strategies):
+                yield (
+                    f"{name}: {value!r} was given, but neither strategy={self.strategy!r} nor self_attention="
+                    f"{self.self_attention!r} {verb}; use {' or '.join(strategies)}, or leave it out"
+                )
+        if self.visual_offload not in (None, "cpu"):
+            yield f'visual_offload: {self.visual_offload!r} is unknown; choose "cpu", or None'
+        if self.visual_offload is not None and self.strategy != "lv-xattn":
+            yield (
                 f'visual_offload="cpu" reads each chunk of frames once per layer, for the queries of all ranks; with '
                 f'strategy={self.strategy!r} other ranks would need the chunks too; use strategy="lv-xattn"'
             )
-        if not self.recompute_visual:
-            raise ConfigError(
+        if self.visual_offload is not None and not self.recompute_visual:
+            yield (
                 'visual_offload="cpu" projects K and V again in backward; with recompute_visual=False they would stay '
                 "on the device; leave one of the two options out"
             )
-
-    def _check_text_options(self) -> None:
-        """Raise ConfigError for options that have no effect with this `self_attention`."""
         if self.self_attention == "star" and self.shard_prompt_from is None:
-            raise ConfigError(
+            yield (
                 'shard_prompt_from: with None no prompt is long enough for self_attention="star", which would never be '
                 "used; pass a number of tokens, or another self_attention"
             )
-        unused = []
-        if self.shard_prompt_from not in (type(self).shard_prompt_from, None):
+        unused = ['logits="local"'] if self.logits == "local" else []
+        if self.shard_prompt_from not in (SeqParConfig.shard_prompt_from, None):
             unused.append(f"shard_prompt_from={self.shard_prompt_from}")
-        if self.logits == "local":
-            unused.append('logits="local"')
         if self.self_attention == "local" and unused:
-            raise ConfigError(
+            yield (
                 f'{unused[0]}: self_attention="local" never shards the text, so this would have no effect; leave it '
                 "out, or choose another self_attention"
             )

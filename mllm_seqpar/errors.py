@@ -5,7 +5,7 @@ import errno
 import os
 import re
 from collections import abc
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 
 
@@ -57,6 +57,29 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
+def require_shape(name: str, shape: abc.Sequence[int] | None, note: str = "", **dims: int | None) -> None:
+    """Raise ShapeError unless a tensor has these dimensions in this order; None is one of any size.
+
+    A `shape` of None is that of a tensor that is missing.
+
+    The message states the sizes, and the names of dimensions of any size: "x has shape (3, 4); expected (frames, 2)".
+    `note` ends it.
+    """
+    fits = shape is not None and len(shape) == len(dims)
+    if not fits or any(size not in (None, x) for size, x in zip(dims.values(), shape or (), strict=True)):
+        expected = ", ".join(dim.replace("_", " ") if size is None else str(size) for dim, size in dims.items())
+        found = "is missing" if shape is None else f"has shape {tuple(shape)}"
+        raise ShapeError(f"{name} {found}; expected ({expected}){note}")
+
+
+def require_one_of(
+    name: str, value: object, allowed: abc.Iterable[object], note: str = "", kind: type[SeqParError] = ConfigError
+) -> None:
+    """Raise an error of class `kind` unless an option has an allowed value; `note` ends the message."""
+    if value not in (allowed := list(allowed)):
+        raise kind(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}{note}")
+
+
 PASSED = (SeqParError, MemoryError)
 """Exceptions that are not about a file. Any other one that a library raises while it reads a file becomes our own error
 with the name of the file, because no list of the exceptions of other libraries is complete."""
@@ -92,6 +115,29 @@ def library_fault(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its `repr` if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))
+
+
+def reason(error: BaseException) -> str:
+    """Return why an operation failed, without the errno and the path that an OSError or an FFmpeg error repeats."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+@contextmanager
+def translated(make: abc.Callable[[str], SeqParError]) -> abc.Iterator[None]:
+    """Raise ``make(why)`` for whatever a library raises inside the context, except for `PASSED`."""
+    try:
+        yield
+    except PASSED:
+        raise
+    except Exception as error:
+        raise make(reason(error)) from error
+
+
+def reading(what: str, remedy: str, kind: type[SeqParError] = DataError) -> AbstractContextManager[None]:
+    """Return a context in which whatever a library raises becomes an error of class `kind`: what (why); remedy."""
+    return translated(lambda why: kind(f"{what} ({why}); {remedy}"))
 
 
 @contextmanager

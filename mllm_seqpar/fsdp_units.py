@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return the FSDP2 units among modules and the modules within them, outer ones first."""
-    found: dict[int, FSDPModule] = {}
+    units: dict[FSDPModule, None] = {}  # once each, in order
     for module in modules:
         for part in module.modules() if module._modules else (module,):
             if isinstance(part, FSDPModule):
-                found.setdefault(id(part), part)
-    return list(found.values())
+                units[part] = None
+    return list(units)
 
 
 def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Module]:
@@ -48,15 +48,9 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
 
     Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
     """
-    ids, around = {id(module) for module in called}, set[int]()
-
-    def contains_called(module: nn.Module) -> bool:
-        if any([contains_called(child) or id(child) in ids for child in module.children()]):
-            around.add(id(module))
-        return id(module) in around
-
-    contains_called(model)
-    return [module for module in model.modules() if module is not model and id(module) in around]
+    inner = set(called)
+    parts = {module: set(module.modules()) - {module} for module in model.modules() if module is not model}
+    return [module for module, within in parts.items() if within & inner]
 
 
 def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:
@@ -106,12 +100,8 @@ class _Tie(torch.autograd.Function):
 
 
 def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) -> None:
-    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2.
-
-    Args:
-        model: the model.
-        tensor_parallel: whether tensor parallelism is allowed.
-    """
+    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2, or, if that is allowed, tensor
+    parallelism."""
     _refuse_fsdp1(model)
     if zero3 := next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None):
         raise ConfigError(
@@ -143,7 +133,7 @@ def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) ->
 
 def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
     """Return the id of the module and the name there of each parameter that FSDP2 shards and nothing else does."""
-    found = set[tuple[int, str]]()
+    names = set[tuple[int, str]]()
     for unit in units:
         state: Any = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -151,9 +141,9 @@ def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
             for param in [] if group is None else group.fsdp_params:
                 if not param.is_dtensor:  # before FSDP2 sharded it
                     info = param._module_info
-                    found.add((id(info.module), info.param_name))
-                    found.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-    return found
+                    names.add((id(info.module), info.param_name))
+                    names.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    return names
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

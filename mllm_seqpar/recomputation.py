@@ -1,11 +1,11 @@
 """What a recomputation in backward needs of the forward pass: its autocast mode, its random numbers, its parameters.
 
-Two things are recomputed: K and V of visual tokens (`runtime.visual_features`), and MLPs in chunks (`checkpointing`).
+Two things are recomputed: K and V of visual tokens (`runtime.visual_features`), and MLPs in chunks (`chunked_mlp`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -68,12 +68,12 @@ def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
 
     `Module.parameters` takes as long as a small projection.
     """
-    found: dict[int, nn.Parameter] = {}
+    trained: dict[int, nn.Parameter] = {}
     for module in modules:
         for parameter in module.parameters() if module._modules else module._parameters.values():
             if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
+                trained.setdefault(id(parameter), parameter)
+    return list(trained.values())
 
 
 class ParameterCheck:
@@ -85,14 +85,14 @@ class ParameterCheck:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before = self._found()
+        self._before = self._states()
 
     def require_unchanged(self, option: str) -> None:
         """Raise ConfigError if a parameter was replaced, modified in place, frozen or unfrozen since.
 
         `option` is the option of `patch_model` without which nothing is recomputed.
         """
-        if self._found() != self._before:
+        if self._states() != self._before:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module in self._modules))
             raise ConfigError(
                 f"parameters of {names} were replaced, modified, frozen or unfrozen between the forward and the "
@@ -100,30 +100,20 @@ class ParameterCheck:
                 f"before adapters are switched or disabled. torch.func.functional_call needs {option} in patch_model"
             )
 
-    def _found(self) -> list[tuple[int, int, bool]]:
-        found = []
+    def _states(self) -> list[tuple[int, int, bool]]:
+        states = []
         for module in self._modules:
-            parameters: Iterable[nn.Parameter | None]
-            if module._modules:
-                parameters = _parameters_as_given(module)
-            else:  # without further calls: each layer makes this check
-                replaced = type(module).__module__.startswith(_REPLACES_WEIGHTS)
-                parameters = () if replaced else module._parameters.values()
-            for p in parameters:
-                if p is not None:
-                    found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
-        return found
+            for part in module.modules() if module._modules else (module,):  # each layer makes this check
+                if not type(part).__module__.startswith(_REPLACES_WEIGHTS):
+                    for p in part._parameters.values():
+                        if p is not None:
+                            states.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
+        return states
 
 
 _REPLACES_WEIGHTS = "bitsandbytes."
 """The package of layers that, under FSDP2, replace their frozen 4-bit weight in each call by another object with the
 same memory."""
-
-
-def _parameters_as_given(module: nn.Module) -> Iterable[nn.Parameter | None]:
-    for part in module.modules():
-        if not type(part).__module__.startswith(_REPLACES_WEIGHTS):
-            yield from part._parameters.values()
 
 
 @contextmanager
@@ -151,3 +141,25 @@ def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[dict[int, Tens
     finally:
         for inner, name, p in replaced:
             inner._parameters[name] = p
+
+
+class GradientSums:
+    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
+
+    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
+    went elsewhere.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+
+    def add(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
+        """Add the gradients of a chunk, of the parameters from number `first` on."""
+        for index, grad in enumerate(grads, first):
+            total = self.totals[index]
+            if grad is None:
+                continue
+            if total is None:
+                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            else:
+                total += grad

@@ -43,6 +43,7 @@ from mllm_seqpar.adapting import (
     mask_over_samples,
     merge_heads,
     refuse_dropout,
+    require_shape,
     split_heads,
     takes_cache,
 )
@@ -182,13 +183,9 @@ class IdeficsFamily(Family[_IdeficsInputs]):
         self._check_mask(inputs)
 
     def _check_mask(self, inputs: _IdeficsInputs) -> None:
-        mask = inputs.image_attention_mask
-        if mask is None or mask.dim() != 3 or tuple(mask.shape[:2]) != (inputs.batch, inputs.length):
-            found = "nothing" if mask is None else tuple(mask.shape)
-            raise ShapeError(
-                f"image_attention_mask: expected (samples, text tokens, images of a sample) with {inputs.batch} "
-                f"samples and {inputs.length} tokens, got {found}"
-            )
+        mask, note = inputs.image_attention_mask, ", a row for each token of each sample"
+        dims = {"samples": inputs.batch, "tokens": inputs.length, "images of a sample": None}
+        require_shape("image_attention_mask", None if mask is None else mask.shape, note, **dims)
 
     def continue_cache(self, inputs: _IdeficsInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         """Drop the frames of the cache, so that those of this pass are encoded, if a row now continues another sample.

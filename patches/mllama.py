@@ -47,6 +47,7 @@ from mllm_seqpar.adapting import (
     mark_visual_layers,
     merge_heads,
     refuse_dropout,
+    require_shape,
     split_heads,
 )
 
@@ -64,6 +65,19 @@ def _cross_attention(
     project = KVProjection((self.k_proj, self.v_proj), self.head_dim, key_norm=self.k_norm)
     o = seqpar.attend(q, [seqpar.frame_keys(q, self.layer_idx, project)], self.scaling)
     return self.o_proj(merge_heads(o)), None
+
+
+def check_cross_layers(layers: Iterable[nn.Module], numbers: Iterable[int]) -> None:
+    """Raise AdapterError unless these layers of a decoder, and no others, attend to frames."""
+    for index, layer in enumerate(layers):
+        if hasattr(layer, "cross_attn") is not (index in numbers):
+            found = f"layer {index} is {type(layer).__name__}"
+            raise AdapterError(f"{found}, but cross_attention_layers is {sorted(numbers)}")
+
+
+def cross_attentions(decoder: Any) -> list[Any]:
+    """Return the attention to frames of each layer that has one."""
+    return [layer.cross_attn for layer in decoder.layers if hasattr(layer, "cross_attn")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +137,19 @@ class MllamaInputs(ForwardInputs):
         """Raise ShapeError or MaskError if the images do not fit together, or do not fit the text."""
         if self.frames is None:
             return
-        (self._check_features if self.frames_are_features else self._check_pixels)(self.frames)
+        shape = self.frames.shape
+        if self.frames_are_features:
+            by_tiles = {"tiles of all images": None} if len(shape) == 3 else {"images": None, "tiles": self.tiles}
+            # Without a mask, which has a column for each tile, a caller may pass fewer patches.
+            patches = None if self.cross_attention_mask is None else self.patches
+            require_shape("cross_attention_states", shape, **by_tiles, patches=patches, width=self.width)
+        else:
+            note, images = ", the images of all samples one after another", shape[0]
+            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
+            require_shape("pixel_values", shape, note, images=None, tiles=self.tiles, **sides)
+            ids, tiles = (None if x is None else x.shape for x in self.extras)
+            require_shape("aspect_ratio_ids", ids, note, images=images)
+            require_shape("aspect_ratio_mask", tiles, note, images=images, tiles=self.tiles)
         units = self.total_frames * self.units_per_frame
         if self.samples < 1 or self.batch % self.samples or units % self.samples:
             raise ShapeError(
@@ -134,28 +160,6 @@ class MllamaInputs(ForwardInputs):
             # Images that the cache has already, which a caller may repeat, or further ones.
             repeated = mask.dim() == 4 and mask.shape[2] * mask.shape[3] == self.cached_tiles > 0
             self._rows_of_mask(mask, self.cached_tiles + (0 if repeated else units // self.samples))
-
-    def _check_pixels(self, frames: Tensor) -> None:
-        missing = [name for name, x in zip(_ASPECT_RATIOS, self.extras, strict=True) if x is None]
-        if missing:
-            raise ShapeError(f"pixel_values was given without {', '.join(missing)}; pass what the processor returns")
-        found = [tuple(x.shape) for x in (frames, *self.extras)]
-        if frames.dim() != 5 or found[0][1] != self.tiles or found[1:] != [found[0][:1], found[0][:2]]:
-            lead = "images of this rank" if self.visual_shard is not None else "batch, images"
-            raise ShapeError(
-                f"pixel_values, {' and '.join(_ASPECT_RATIOS)} have shapes {found} by images; expected ({lead}, "
-                f"{self.tiles} tiles, channels, height, width), ({lead}) and ({lead}, {self.tiles} tiles)"
-            )
-
-    def _check_features(self, frames: Tensor) -> None:
-        masked = self.cross_attention_mask is not None
-        by_images = frames.dim() == 4 and frames.shape[1] == self.tiles
-        fits = frames.shape[-1] == self.width and (not masked or frames.shape[-2] == self.patches)
-        if not (frames.dim() == 3 or by_images) or not fits:
-            raise ShapeError(
-                f"cross_attention_states has shape {tuple(frames.shape)}; expected (batch x images x tiles, patches, "
-                f"{self.width})" + (f" with {self.patches} patches a tile, as cross_attention_mask has it" * masked)
-            )
 
 
 class MllamaFamily(Family[MllamaInputs]):
@@ -183,24 +187,19 @@ class MllamaFamily(Family[MllamaInputs]):
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
         decoder = model.model.language_model
-        cross_layers = set(decoder.cross_attention_layers)
-        if 0 in cross_layers:
+        if 0 in decoder.cross_attention_layers:
             raise AdapterError(
-                f"cross_attention_layers is {sorted(cross_layers)}: transformers counts cached tokens by layer 0, "
-                "which must be a self-attention layer"
+                f"cross_attention_layers is {sorted(decoder.cross_attention_layers)}: transformers counts cached "
+                "tokens by layer 0, which must be a self-attention layer"
             )
-        for index, layer in enumerate(decoder.layers):
-            if hasattr(layer, "cross_attn") is not (index in cross_layers):
-                found = f"layer {index} is {type(layer).__name__}"
-                raise AdapterError(f"{found}, but cross_attention_layers is {sorted(cross_layers)}")
+        check_cross_layers(decoder.layers, decoder.cross_attention_layers)
 
     @property
     def decoder(self) -> Any:
         return self.model.model.language_model
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
-        layers = self.decoder.layers
-        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+        return ((module, _cross_attention) for module in cross_attentions(self.decoder))
 
     _warned_of_missing_mask = False
 

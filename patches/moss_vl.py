@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
-    AdapterError,
-    Family,
     ForwardInputs,
     ForwardState,
     FrameMask,
@@ -38,17 +36,21 @@ from mllm_seqpar.adapting import (
     decoder_arguments,
     merge_heads,
     refuse_dropout,
+    require_shape,
     take_spans,
 )
-from mllm_seqpar.models.moss_vl.layout import MossVLLayout, count_positions, frame_grids, real_tokens
+from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
 from mllm_seqpar.models.moss_vl.modeling import (
     MASK,
     after_text,
     check_appended,
+    later_positions,
     media_of_samples,
     next_positions,
 )
-from mllm_seqpar.models.mplug_owl3.media import brings_frames, crop_layout
+
+from .mllama import check_cross_layers, cross_attentions
+from .mplug_owl3 import LayoutFamily
 
 GRID, MEDIA, PIXELS, FEATURES = "grid_thw", "media_nums_per_sample", "pixel_values", "visual_embeds"
 
@@ -171,10 +173,8 @@ class MossVLInputs(ForwardInputs):
             return self.position_ids.expand(shape)
         if not self.past_length or self.total_frames:
             return copy_to_device(self.layout.positions[:, :, -self.length :], device)
-        mask = self.attention_mask
-        begin = next_positions(self.cache_state, mask, self.past_length, self.batch, device)
-        real = real_tokens(mask, self.batch, self.past_length, self.past_length + self.length, device)
-        return count_positions(begin, real).expand(shape)
+        sizes = self.past_length, self.length, self.batch
+        return later_positions(self.cache_state, self.attention_mask, *sizes, device).expand(shape)
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further what `layout` is made from, in a pass that makes it."""
@@ -184,7 +184,7 @@ class MossVLInputs(ForwardInputs):
         return found
 
 
-class MossVLFamily(Family[MossVLInputs]):
+class MossVLFamily(LayoutFamily):
     """The native MOSS-VL."""
 
     name = "MOSS-VL"
@@ -196,7 +196,6 @@ class MossVLFamily(Family[MossVLInputs]):
         "language": ("model.language_model", "lm_head"),
     }
     frame_arguments = (PIXELS, FEATURES)
-    frame_layout = "zigzag"
     forward_doc = """
         Sequence-parallel (patched by mllm_seqpar): `visual_shard` says that {frames} hold only the rows of this rank's
         frames of `visual_shard.total`, those of all images and videos in the order of their placeholders in the text.
@@ -205,20 +204,14 @@ class MossVLFamily(Family[MossVLInputs]):
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
-        layers = set(model.config.text.cross_attention_layers)
-        for index, layer in enumerate(model.model.language_model.layers):
-            if hasattr(layer, "cross_attn") is not (index in layers):
-                raise AdapterError(
-                    f"layer {index} is {type(layer).__name__}, but cross_attention_layers is {sorted(layers)}"
-                )
+        check_cross_layers(model.model.language_model.layers, model.config.text.cross_attention_layers)
 
     @property
     def decoder(self) -> Any:
         return self.model.model.language_model
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
-        layers = self.decoder.layers
-        return ((layer.cross_attn, _cross_attention) for layer in layers if hasattr(layer, "cross_attn"))
+        return ((module, _cross_attention) for module in cross_attentions(self.decoder))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
@@ -239,12 +232,11 @@ class MossVLFamily(Family[MossVLInputs]):
 
     def check_inputs(self, inputs: MossVLInputs) -> None:
         frames, width = inputs.frames, self.model.config.text.hidden_size
-        if frames is None:
-            return
-        is_features = inputs.frames_are_features
-        if frames.dim() != (3 if is_features else 2) or (is_features and frames.shape[2] != width):
-            name, rows = (FEATURES, f"(visual tokens, {width})") if is_features else (PIXELS, "(patches, values)")
-            raise ShapeError(f"{name}: expected {rows}, got {tuple(frames.shape)}")
+        if frames is not None and inputs.frames_are_features:
+            rows = *frames.shape[:1], *frames.shape[2:]  # `inputs` made them (V, 1, C)
+            require_shape(FEATURES, rows, visual_tokens=None, width=width)
+        elif frames is not None:
+            require_shape(PIXELS, frames.shape, patches=None, values=None)
 
     def check_new_frames(self, inputs: MossVLInputs) -> None:
         layout = inputs.layout  # raises if the frames do not fit the text
@@ -259,19 +251,12 @@ class MossVLFamily(Family[MossVLInputs]):
             return torch.zeros(inputs.sizes.count(frames), 1, 3, dtype=torch.int32)
         return inputs.layout.visual_positions(frames).unsqueeze(1)
 
-    def appends_frames(self, inputs: MossVLInputs, known: bool) -> bool:
-        """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
-        return brings_frames(known, inputs.on_host("input_ids"), self.model.config.image_token_id)
-
     def visibility(self, inputs: MossVLInputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
         layout: Any = inputs.layout if state is None or inputs.frames is not None else state.frame_facts
         rows = layout.rows(inputs.past_length, inputs.length)
         first, stop = (x[inputs.prompt_rows] for x in rows)
         return FrameMask.from_intervals(first, torch.maximum(first, stop), layout.tokens, layout.total_frames)
-
-    def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
-        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         return super().text_mask(embeds, mask, None, cache)  # type: ignore[arg-type]  # nothing is packed
@@ -283,17 +268,11 @@ class MossVLFamily(Family[MossVLInputs]):
         arguments = decoder_arguments(embeds, positions, mask, cache, state)
         return self.decoder(**arguments, attends_to_frames=rows, **kwargs)
 
-    def continue_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        if not inputs.past_length:
+    def continue_cache(self, inputs: Any, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        if inputs.past_length:
+            super().continue_cache(inputs, cache, cache_state)
+        else:
             cache_state.frame_facts = inputs.layout  # later tokens of a padded text need it also without frames
-            return
-        crop_layout(cache_state, inputs.past_length, inclusive=True)
-        if cache_state.frame_facts is not None:
-            cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
-
-    def complete_cache(self, inputs: MossVLInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        if inputs.total_frames:
-            cache_state.frame_facts = inputs.layout
 
     def inputs(
         self,

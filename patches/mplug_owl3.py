@@ -24,13 +24,13 @@ from mllm_seqpar.adapting import (
     FrameMask,
     SeqParContext,
     SequenceParallelCacheState,
-    ShapeError,
     Spans,
     as_compared_tensors,
     copy_to_device,
     merge_heads,
     model_attention,
     refuse_dropout,
+    require_shape,
     take_spans,
     takes_cache,
 )
@@ -99,7 +99,38 @@ class _MPlugOwl3Inputs(ForwardInputs):
         return found
 
 
-class MPlugOwl3Family(Family[Any]):
+class LayoutFamily(Family[Any]):
+    """Base of the families whose inputs have a `layout`, the `MediaLayout` of the native model.
+
+    It is stored with the frames of a cache as `frame_facts`.
+    """
+
+    frame_layout = "zigzag"
+    placeholder_attends = True
+    """Whether a placeholder attends to its own frame."""
+
+    def check_new_frames(self, inputs: Any) -> None:
+        _ = inputs.layout  # raises if the frames do not fit the text
+
+    def appends_frames(self, inputs: Any, known: bool) -> bool:
+        """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
+        return brings_frames(known, inputs.on_host("input_ids"), self.model.config.image_token_id)
+
+    def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
+        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
+
+    def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        """Remove the frames whose text was cropped from the cache, as the native model does."""
+        crop_layout(cache_state, inputs.past_length, inclusive=self.placeholder_attends)
+        if cache_state.frame_facts is not None:
+            cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
+
+    def complete_cache(self, inputs: Any, cache: Any, cache_state: SequenceParallelCacheState) -> None:
+        if inputs.total_frames:
+            cache_state.frame_facts = inputs.layout
+
+
+class MPlugOwl3Family(LayoutFamily):
     """The native mPLUG-Owl3, all published generations. Every frame has a rotary position."""
 
     name = "mPLUG-Owl3"
@@ -107,7 +138,10 @@ class MPlugOwl3Family(Family[Any]):
     package = "mllm_seqpar.models.mplug_owl3."
     parts = {"vision": ("vision_model",), "projector": ("vision2text_model",), "language": ("language_model",)}
     frame_arguments = ("pixel_values", "image_embeds")
-    frame_layout = "zigzag"
+
+    @property
+    def placeholder_attends(self) -> bool:  # type: ignore[override]
+        return self.model.config.gate is None
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
@@ -147,9 +181,6 @@ class MPlugOwl3Family(Family[Any]):
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""
         return self.model.encode_frames(frames)
 
-    def check_new_frames(self, inputs: _MPlugOwl3Inputs) -> None:
-        _ = inputs.layout  # raises if the frames do not fit the text
-
     def unit_index(self, inputs: _MPlugOwl3Inputs, frames: Spans) -> Tensor:
         """Return the rotations of the frames by their positions, (units, 2, head_dim), for all layers."""
         index = inputs.layout.frame_position if inputs.total_frames else torch.zeros(1, dtype=torch.long)
@@ -157,10 +188,8 @@ class MPlugOwl3Family(Family[Any]):
         return attention.visual_rotation(copy_to_device(take_spans(index, frames), self.embedding_weight().device))
 
     def appends_frames(self, inputs: _MPlugOwl3Inputs, known: bool) -> bool:
-        """Return whether the text of this pass has placeholders, or the cache does not have these frames."""
-        if inputs.media_layout is not None and inputs.media_layout.past_length == inputs.past_length:
-            return True
-        return brings_frames(known, inputs.on_host("input_ids"), self.model.config.image_token_id)
+        given = inputs.media_layout
+        return (given is not None and given.past_length == inputs.past_length) or super().appends_frames(inputs, known)
 
     def visibility(self, inputs: _MPlugOwl3Inputs, units: int, tokens: int) -> FrameMask:
         state = inputs.cache_state
@@ -169,25 +198,10 @@ class MPlugOwl3Family(Family[Any]):
         first, stop = (x[inputs.prompt_rows] for x in layout.rows(inputs.past_length, inputs.length))
         return FrameMask.from_intervals(first, stop, tokens, units)
 
-    def row_facts(self, inputs: ForwardInputs, mask: FrameMask) -> dict[str, Tensor]:
-        return {"attends_to_frames": copy_to_device(mask.any_frame_visible(), self.embedding_weight().device)}
-
     def check_inputs(self, inputs: ForwardInputs) -> None:
-        width = self.model.config.hidden_size
-        if inputs.frames is not None and inputs.frames_are_features and inputs.frames.shape[2:] != (width,):
-            raise ShapeError(
-                f"image_embeds has shape {tuple(inputs.frames.shape)}; expected (frames, tokens, {width}), the frames "
-                "of all samples one after another"
-            )
-
-    def continue_cache(self, inputs: ForwardInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        """Remove the frames whose text was cropped from the cache, as the native model does."""
-        crop_layout(cache_state, inputs.past_length, inclusive=self.model.config.gate is None)
-        if cache_state.frame_facts is not None:
-            cache_state.frame_facts = cache_state.frame_facts.to("cpu")  # the native model leaves it on its device
-
-    def complete_cache(self, inputs: _MPlugOwl3Inputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
-        cache_state.frame_facts = inputs.layout
+        if inputs.frames is not None and inputs.frames_are_features:
+            width = self.model.config.hidden_size
+            require_shape("image_embeds", inputs.frames.shape, frames=None, tokens=None, width=width)
 
     def inputs(
         self,

@@ -60,6 +60,7 @@ from mllm_seqpar.adapting import (
     merge_heads,
     patch_generate,
     require_same_inputs,
+    require_shape,
     rotate_by_whole_text,
     takes_cache,
     tensor_of,
@@ -243,10 +244,10 @@ class OpenFlamingoFamily(Family[MediaInputs]):
             raise ShapeError(
                 "vision_x: the model is not conditioned on media; pass vision_x, or call cache_media first"
             )
-        if media.pixels is not media.features and (media.pixels.dim() != 5 or media.pixels.shape[1] != 1):
-            local = media.shard is not None
-            expected = "with visual_shard (media of this rank, 1, C, H, W)" if local else "(B, media, 1, C, H, W)"
-            raise ShapeError(f"vision_x: expected {expected}, one frame to a medium; got {tuple(media.pixels.shape)}")
+        if media.pixels is not media.features:
+            note = ", the media of all samples one after another, one frame to a medium"
+            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
+            require_shape("vision_x", media.pixels.shape, note, media=None, frames=1, **sides)
         if media.total == 0 or media.total % media.samples:
             raise ShapeError(
                 f"vision_x: {media.total} media for {media.samples} samples; OpenFlamingo takes the same number for "
@@ -279,39 +280,28 @@ class OpenFlamingoFamily(Family[MediaInputs]):
         assert inputs.media is not None
         samples, time, state = inputs.media.samples, inputs.on_host("time"), inputs.cache_state
         assert time is not None
-        if state is not None and (whole := cache_state_of(inputs.cache)) is not None and whole.earlier:
-            return self._visible_of_pass(inputs, state, sum(x.units_of_sample() for x in whole.by_pass()), tokens)
-        if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
-            raise ShapeError(
-                f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {samples} samples; "
-                "after selecting rows of a cache, condition the model on the media of those"
-            )
-        per_sample, beams = units // samples, inputs.batch // samples
-        base = (torch.arange(inputs.batch) // beams * per_sample)[:, None].expand_as(time)
-        uniform = self._uniform_rows(time, per_sample)
-        if self._only_immediate():
-            none = time == 0
-            first, stop = (base + time - 1).masked_fill(none, 0), (base + time).masked_fill(none, 0)
+        whole = cache_state_of(inputs.cache)
+        if state is not None and whole is not None and whole.earlier:  # the media of one of several passes
+            assert state.samples and state.visual_kv is not None
+            units, own = state.visual_kv.own_units, state.units_of_sample()
+            rows = inputs.prompt_rows // (state.prompt_batch // state.samples)
+            before, total = inputs.unit_columns.start, sum(each.units_of_sample() for each in whole.by_pass())
         else:
-            first, stop = base, base + time.clamp(max=per_sample)
-        first, stop = torch.where(uniform, base, first), torch.where(uniform, base + per_sample, stop)
-        return FrameMask.from_intervals(first, stop, tokens, units)
-
-    def _visible_of_pass(
-        self, inputs: MediaInputs, state: SequenceParallelCacheState, total: int, tokens: int
-    ) -> FrameMask:
-        """Return the mask over the media that came with one of several passes; a sample has `total` in all of them."""
-        assert state.samples and state.visual_kv is not None
-        time, own = inputs.on_host("time"), state.units_of_sample()
-        assert time is not None
-        base = (inputs.prompt_rows // (state.prompt_batch // state.samples) * own)[:, None]
-        here = time - inputs.unit_columns.start  # the media tokens after the earlier media
-        first = (here - 1).clamp(0, own) if self._only_immediate() else torch.zeros_like(here)
-        stop, uniform = here.clamp(0, own), self._uniform_rows(time, total)
+            if inputs.batch % samples:  # the media belong to the model's conditioning, not to the rows of the cache
+                raise ShapeError(
+                    f"lang_x: {inputs.batch} rows of text, but the model is conditioned on media of {samples} samples; "
+                    "after selecting rows of a cache, condition the model on the media of those"
+                )
+            own = total = units // samples
+            rows, before = torch.arange(inputs.batch) // (inputs.batch // samples), 0
+        here = time - before  # the media tokens after the earlier media
+        first, stop = torch.zeros_like(here), here.clamp(0, own)
         if self._only_immediate():
+            first = (here - 1).clamp(0, own)
             stop = torch.where(here <= own, stop, first)
+        uniform, base = self._uniform_rows(time, total), (rows * own)[:, None]
         first, stop = first.masked_fill(uniform, 0), stop.masked_fill(uniform, own)
-        return FrameMask.from_intervals(base + first, base + stop, tokens, state.visual_kv.own_units)
+        return FrameMask.from_intervals(base + first, base + stop, tokens, units)
 
     def row_facts(self, inputs: MediaInputs, mask: FrameMask) -> dict[str, Tensor]:
         """Return the rows whose scores are all equal, if there are any."""
@@ -467,18 +457,15 @@ def _in_cache(language_model: Any, media: Media | None, cache: Cache | None, inp
     state.crop_to(past)
     if media.fingerprint in state.frame_fingerprints and not torch.is_grad_enabled():
         return True
-    if torch.is_grad_enabled() or not _follows(media, state, (input_ids == language_model.media_token_id).sum(1), past):
+    follows = not torch.is_grad_enabled() and state.frame_facts is not None and state.frames is not None
+    if follows:
+        before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
+        follows = bool((_media_tokens_before(state, past, len(input_ids)) == before).all())
+        media_tokens = (input_ids == language_model.media_token_id).sum(1)
+        follows = follows and bool((media_tokens == media.total // media.samples).all())
+    if not follows:
         state.drop_frames()
     return False
-
-
-def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tensor, past: int) -> bool:
-    """Return whether each medium, of those of the cache and of `media`, has a media token in each row of the text."""
-    if state.frame_facts is None or state.frames is None:
-        return False
-    before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
-    known = _media_tokens_before(state, past, media_tokens.shape[0])
-    return bool((known == before).all()) and bool((media_tokens == media.total // media.samples).all())
 
 
 def _media_tokens_before(state: SequenceParallelCacheState, past: int, batch: int) -> Tensor:

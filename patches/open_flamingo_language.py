@@ -206,14 +206,13 @@ class ShardedBias:
         )
         padded_v = F.pad(v, (BIAS_DIMS, 0))
         o = self.state.attend(q, [self.state.text_keys(q, k, padded_v)], scale)[..., BIAS_DIMS:].to(dtype)
-        return o if self.blind is None else torch.where(self.blind[:, None, :, None], self._mean(v).to(dtype), o)
-
-    def _mean(self, v: Tensor) -> Tensor:
-        """Return the mean of v (B, H, s, D) over the tokens of all ranks, without the padding of the shards."""
+        if self.blind is None:
+            return o
         assert self.state.text is not None
         length = self.state.text.length
         total = v.float().masked_fill((self.keys >= length)[:, None], 0.0).sum(dim=2, keepdim=True)
-        return torch.stack(gather_shards(total, self.state.context.comm)).sum(0) / length
+        mean = torch.stack(gather_shards(total, self.state.context.comm)).sum(0) / length
+        return torch.where(self.blind[:, None, :, None], mean.to(dtype), o)
 
 
 class MptLM:
@@ -280,7 +279,10 @@ class MptLM:
             assert state.text is not None
             total = state.text.length
             row_positions = key_positions = state.text.positions(state.context.comm.rank)
-            blind = self._fully_masked_rows(state, row_positions)
+            valid = state.text.valid
+            # Not with Star Attention, whose prompts have no labels: those rows are zeros there, and nothing reads them.
+            if valid is not None and not isinstance(state.text, StarText) and not bool(valid[:, 0].all()):
+                blind = (state.text.pad(valid, 1).cumsum(dim=1) == 0)[:, row_positions]
         elif state.cached_text is not None:
             cache_state = cache_state_of(cache)
             assert cache_state is not None and cache_state.text_kv is not None
@@ -297,17 +299,6 @@ class MptLM:
         both = copy_to_device(torch.cat([row_positions, key_positions]), device)
         rows_on_device, keys_on_device = both.split([len(row_positions), len(key_positions)])
         return ShardedBias(state, slopes, rows_on_device, keys_on_device, blind)
-
-    def _fully_masked_rows(self, state: ForwardState, rows: Tensor) -> Tensor | None:
-        """Return (B, s) bool, the rows of a sharded text before the first token that the attention mask shows.
-
-        Not with Star Attention, whose prompts have no labels: those rows are zeros there, and nothing reads them.
-        """
-        assert state.text is not None
-        valid = state.text.valid
-        if valid is None or isinstance(state.text, StarText) or bool(valid[:, 0].all()):
-            return None
-        return (state.text.pad(valid, 1).cumsum(dim=1) == 0)[:, rows]
 
 
 def _attention_forward(attention: Any) -> Any:

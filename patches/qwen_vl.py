@@ -41,6 +41,7 @@ from mllm_seqpar.adapting import (
     copy_to_device,
     decoder_arguments,
     frame_bounds,
+    require_shape,
     sampled_bits,
 )
 
@@ -399,12 +400,9 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
 
     def check_inputs(self, inputs: QwenVLInputs) -> None:
         if inputs.frames is not None and inputs.frames_are_features:
-            width, shape = (1 + self.deepstack) * self.text_config.hidden_size, tuple(inputs.frames.shape)
-            if len(shape) != 2 or shape[1] != width:
-                beside = ", those of deepstack beside the last ones" if self.deepstack else ""
-                raise ShapeError(
-                    f"{FEATURES}: has shape {shape}; expected (tokens, {width}), embeddings of the vision tower{beside}"
-                )
+            note = ", embeddings of the vision tower" + ", with those of deepstack beside them" * bool(self.deepstack)
+            width = (1 + self.deepstack) * self.text_config.hidden_size
+            require_shape(FEATURES, inputs.frames.shape, note, tokens=None, width=width)
         inputs.check()
 
     def rotary_positions(self, given: Mapping[str, Any], inputs: QwenVLInputs) -> Tensor | None:
@@ -461,12 +459,17 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             visual_samples: the number of samples that the frames belong to; None: the rows of the batch.
             given: what positions are computed from, by name: grids, token types, times.
         """
-        pixels = _with_rows(images, given["image_grid_thw"]), _with_rows(videos, given["video_grid_thw"])
-        config, rows = self.model.config, text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
+        # A data loader gives empty pixels where no rank has any.
+        pixels: Any = tuple(
+            None if x is not None and not len(x) and given[grid] is None else x
+            for x, grid in zip((images, videos), GRIDS, strict=True)
+        )
+        config, ids, past = self.model.config, text["input_ids"], text["cache"]
+        rows = text["inputs_embeds"] if ids is None else ids
         frames = next((x for x in (visual_embeds, *pixels) if x is not None), None)
-        if frames is not None and _only_cached_frames(config, text["input_ids"], text["cache"]):
-            frames = visual_embeds = None
-            pixels = None, None
+        if frames is not None and ids is not None and past is not None and past.get_seq_length():
+            if not bool(((ids == config.image_token_id) | (ids == config.video_token_id)).any()):
+                frames, visual_embeds, pixels = None, None, (None, None)  # those of earlier tokens
         tensors = (*pixels, visual_embeds)
         return QwenVLInputs(
             **text,
@@ -489,18 +492,6 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         if inputs.use_cache and (not inputs.past_length or inputs.frames is not None):
             self._store_offsets(cache_of(out), inputs)
         return super().model_output(out, features, inputs)
-
-
-def _with_rows(pixels: Tensor | None, grid: Tensor | None) -> Tensor | None:
-    """Return pixels, or None for the empty ones that a data loader gives where no rank has any."""
-    return None if pixels is not None and not len(pixels) and grid is None else pixels
-
-
-def _only_cached_frames(config: Any, ids: Tensor | None, past: Cache | None) -> bool:
-    """Return whether the frames of a pass are those of earlier tokens: it continues a cache, without placeholders."""
-    if ids is None or past is None or not past.get_seq_length():
-        return False
-    return not bool(((ids == config.image_token_id) | (ids == config.video_token_id)).any())
 
 
 class Qwen2_5_VLFamily(QwenVLFamily):

@@ -98,7 +98,12 @@ def _cross_layers(text: TextSizes, layers: int) -> CrossAttentionSizes:
 
 
 def mllama(config: dict[str, Any], name: str) -> ModelSizes:
-    """Return the sizes; missing values have the defaults of transformers' `MllamaConfig`."""
+    """Return the sizes; missing values have the defaults of transformers' `MllamaConfig`.
+
+    Published files of MOSS-Video-Preview have the `model_type` of Llama 3.2 Vision.
+    """
+    if "VideoMllamaForConditionalGeneration" in (config.get("architectures") or ()):
+        return video_mllama(config, name)
     language = _MLLAMA_TEXT | (config.get("text_config") or {})
     tower = _MLLAMA_TOWER | (config.get("vision_config") or {})
     patches = _patches(tower) + 1
@@ -125,18 +130,14 @@ def mllama(config: dict[str, Any], name: str) -> ModelSizes:
 
 def video_mllama(config: dict[str, Any], name: str) -> ModelSizes:
     """Return the sizes: those of Llama 3.2 Vision with frames of one tile, whose patches are pooled to a few tokens."""
-    sizes, tower = mllama(config, name), _MLLAMA_TOWER | (config.get("vision_config") or {})
+    sizes = mllama({**config, "architectures": ()}, name)
+    tower = _MLLAMA_TOWER | (config.get("vision_config") or {})
     side, mode, stride = int(tower["image_size"] // tower["patch_size"]), config.get("pool_mode", "average"), 4
     if mode is not None:
         stride = config.get("stride") or stride
         side = -(-side // stride) if mode == "bilinear" else side // stride
     patches = _patches(tower) + 1
     return replace(sizes, vision=replace(sizes.vision, tokens=patches + -patches % 8, keys=side**2 + 1, tiles=1))
-
-
-def _is_video_mllama(config: dict[str, Any]) -> bool:
-    """Return whether a file with the `model_type` of Llama 3.2 Vision is one of MOSS-Video-Preview, as published."""
-    return "VideoMllamaForConditionalGeneration" in (config.get("architectures") or ())
 
 
 def idefics(config: dict[str, Any], name: str) -> ModelSizes:
@@ -287,7 +288,7 @@ def moss_vl(config: dict[str, Any], name: str) -> ModelSizes:
 
 SIZES = {
     "mplugowl3": mplug_owl3,
-    "mllama": lambda config, name: (video_mllama if _is_video_mllama(config) else mllama)(config, name),
+    "mllama": mllama,
     "video_mllama": video_mllama,
     "idefics": idefics,
     "open_flamingo": open_flamingo,

@@ -27,7 +27,7 @@ from mllm_seqpar.adapting import (
 )
 from mllm_seqpar.models.video_mllama.modeling import Rotation, check_frame_positions, rotated, rotated_keys
 
-from .mllama import MllamaFamily, MllamaInputs
+from .mllama import MllamaFamily, MllamaInputs, cross_attentions
 
 
 def _cross_attention(
@@ -73,7 +73,7 @@ class VideoMllamaFamily(MllamaFamily):
 """
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
-        return ((module, _cross_attention) for module, _ in super().visual_attention())
+        return ((module, _cross_attention) for module in cross_attentions(self.decoder))
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:

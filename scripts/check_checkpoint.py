@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -54,15 +54,11 @@ SIZE = (288, 512)
 """The height and width of the frames that are made for the check."""
 
 
-@dataclass(frozen=True)
-class Row:
-    check: str
-    ok: bool | None  # None if it could not run
-    found: str  # one or more lines
+VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 
-    @property
-    def verdict(self) -> str:
-        return {True: "passed", False: "FAILED", None: "not run"}[self.ok]
+
+class NotRun(Exception):
+    """A check cannot run on this machine."""
 
 
 def main() -> int:
@@ -70,18 +66,16 @@ def main() -> int:
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
     logging.getLogger("mllm_seqpar").setLevel(logging.WARNING)  # The report states the number of ranks.
-    rows: list[Row] = []
-    for row in checks(args):
-        print(f"[{row.verdict}] {row.check}: {row.found.splitlines()[0] if row.found else ''}", flush=True)
-        rows.append(row)
-    lines = [f"## Check of the checkpoint {args.directory.resolve().name}", "", environment(), ""]
-    for row in rows:
-        first, *more = row.found.splitlines() or [""]
-        lines += [f"- **{row.check}: {row.verdict}.** {first}", *(f"  - {line}" for line in more)]
+    lines, failed = [f"## Check of the checkpoint {args.directory.resolve().name}", "", environment(), ""], False
+    for check, ok, findings in Checkpoint(args).checks():
+        first, *more = findings.splitlines() or [""]
+        print(f"[{VERDICTS[ok]}] {check}: {first}", flush=True)
+        lines += [f"- **{check}: {VERDICTS[ok]}.** {first}", *(f"  - {line}" for line in more)]
+        failed |= ok is False
     print("\n" + "\n".join(lines))
     if args.report is not None:
         args.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 1 if any(row.ok is False for row in rows) else 0
+    return int(failed)
 
 
 def arguments() -> argparse.Namespace:
@@ -104,57 +98,98 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def checks(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield one row for each check, cheap checks first; stop if the later checks cannot run."""
-    path = str(args.directory)
-    for check, call in (("files", describe_files), ("names and shapes", names_and_shapes)):
-        row, _ = attempt(check, lambda call=call: (call(path), None))
-        yield row
-        if not row.ok:
-            return
-    row, processor = attempt("processor", lambda: describe_processor(load_processor(path)))
-    yield row
-    if not row.ok or args.names_only:
-        return
-    dtype, problem = missing_memory(path, args.dtype, args.device)
-    if problem:
-        yield Row("model", None, problem)
-        return
+class Checkpoint:
+    """The checks of a directory. Each returns its findings, one or more lines, or raises what is wrong."""
 
-    def model_row() -> tuple[str, Any]:
-        start = time.monotonic()
-        model = load_for_inference(path, str(dtype).removeprefix("torch."), torch.device(args.device))
-        return f"{dtype} on {args.device}, loaded in {time.monotonic() - start:.0f} s", model
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.path = args, str(args.directory)
 
-    row, model = attempt("model", model_row)
-    yield row
-    if not row.ok:
-        return
-    for kind in ("image", "video"):
-        yield attempt(kind, lambda kind=kind: (ask(args, model, processor, kind), None))[0]
+    def checks(self) -> Iterator[tuple[str, bool | None, str]]:
+        """Yield the name of each check, whether it passed (None: it cannot run), and its findings, cheap checks first.
 
+        Later checks need the results of earlier ones, but those of the image and the video are independent.
+        """
+        checks: dict[str, Callable[[], str]] = {"files": self.files, "names and shapes": self.names_and_shapes}
+        checks["processor"] = self.load_processor
+        if not self.args.names_only:
+            checks |= {
+                "model": self.load_model,
+                "image": partial(self.ask, "image"),
+                "video": partial(self.ask, "video"),
+            }
+        for check, run in checks.items():
+            try:
+                ok, findings = True, run()
+            except NotRun as error:
+                ok, findings = None, str(error)
+            except Exception as error:
+                name = "" if isinstance(error, (SeqParError, ValueError, OSError)) else f"{type(error).__name__}: "
+                ok, findings = False, f"{name}{error}"
+            yield check, ok, findings
+            if not ok and check not in QUESTIONS:
+                return
 
-def ask(args: argparse.Namespace, model: torch.nn.Module, processor: Any, kind: str) -> str:
-    """Return the findings of one question; raise ValueError if the models differ by more than rounding explains."""
-    start = time.monotonic()
-    chat_format = chat_family(processor)
-    media: FrameSource
-    if kind == "image" and args.image is not None:
-        media = chat_format.still_frames(ImageListSource([args.image]))
-    elif kind == "image":
-        media = chat_format.still_frames(ImageListSource([disc(0.5, (220, 30, 30))]))
-    elif args.video is not None:
-        media = VideoSource.open(args.video, num_frames=args.frames)
-    else:
-        places = torch.linspace(0.2, 0.8, args.frames).tolist()
-        media = ImageListSource([disc(place, (30, 60, 220)) for place in places])
-    largest, text = compare(model, chat_format, media, kind, args.ranks, args.max_new_tokens)
-    text += f"\n{time.monotonic() - start:.0f} s"
-    dtype = next(model.parameters()).dtype
-    limit = LARGEST_DIFFERENCE[dtype]
-    if not largest <= limit:
-        raise ValueError(f"the patched model differs by more than {limit:g} in {dtype}\n{text}")
-    return text
+    def files(self) -> str:
+        """Return the config's model type, the number of tensors by dtype, their size, and the other files."""
+        try:
+            config = json.loads((Path(self.path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            message = f"{self.path}: config.json cannot be read ({error}); pass the directory of a checkpoint"
+            raise ConfigError(message) from error
+        tensors = headers(self.path)
+        kinds = Counter(dtype for dtype, _ in tensors.values())
+        total = sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
+        others = sorted(file.name for file in Path(self.path).iterdir() if file.suffix != ".safetensors")
+        numbers = ", ".join(f"{count} {dtype}" for dtype, count in kinds.items())
+        size = f"{len(tensors)} tensors, {total / 2**30:.2f} GiB, {numbers}"
+        return f"model_type {config.get('model_type')!r}, {size}\nother files: {', '.join(others)}"
+
+    def names_and_shapes(self) -> str:
+        """Compare names and shapes in the files with those of the model, on the meta device, without memory."""
+        model: Any = load_model(self.path, dtype="auto", device_map="meta")
+        config = model.config
+        names = ("gate", "projector_layers", "hyper_layers", "cross_layer_interval", "additional_vocab_size")
+        facts = ", ".join(f"{name}={getattr(config, name)}" for name in names if hasattr(config, name))
+        size = sum(p.numel() for p in model.parameters()) / 1e9
+        return f"{type(model).__name__} of {size:.3f} billion parameters: all names and shapes match\n{facts}".strip()
+
+    def load_processor(self) -> str:
+        """Return the class and the options of the processor."""
+        self.processor = processor = load_processor(self.path)
+        options = {
+            name: value
+            for part in (processor, getattr(processor, "image_processor", None))
+            for name, value in vars(part or object).items()
+            if isinstance(value, (bool, int, float, str, dict)) and not name.startswith("_") and len(repr(value)) < 80
+        }
+        tokenizer = processor.tokenizer
+        named = ", ".join(f"{name}={value}" for name, value in options.items())
+        return f"{type(processor).__name__} with {type(tokenizer).__name__} of {len(tokenizer)} tokens\n{named}"
+
+    def load_model(self) -> str:
+        start, dtype = time.monotonic(), fitting_dtype(self.path, self.args.dtype, self.args.device)
+        device = torch.device(self.args.device)
+        self.model = load_for_inference(self.path, str(dtype).removeprefix("torch."), device)
+        return f"{dtype} on {device}, loaded in {time.monotonic() - start:.0f} s"
+
+    def ask(self, kind: str) -> str:
+        """Return the findings of one question; raise ValueError if the models differ by more than rounding explains."""
+        start, args = time.monotonic(), self.args
+        chat_format = chat_family(self.processor)
+        media: FrameSource
+        if kind == "image":
+            media = chat_format.still_frames(ImageListSource([args.image or disc(0.5, (220, 30, 30))]))
+        elif args.video is not None:
+            media = VideoSource.open(args.video, num_frames=args.frames)
+        else:
+            places = torch.linspace(0.2, 0.8, args.frames).tolist()
+            media = ImageListSource([disc(place, (30, 60, 220)) for place in places])
+        largest, text = compare(self.model, chat_format, media, kind, args.ranks, args.max_new_tokens)
+        text += f"\n{time.monotonic() - start:.0f} s"
+        dtype = next(self.model.parameters()).dtype
+        if not largest <= (limit := LARGEST_DIFFERENCE[dtype]):
+            raise ValueError(f"the patched model differs by more than {limit:g} in {dtype}\n{text}")
+        return text
 
 
 @torch.no_grad()
@@ -226,29 +261,6 @@ def disagreement(
     return float(((logits.amax(dim=1) - chosen) / finite.std()).max())
 
 
-def describe_processor(processor: Any) -> tuple[str, Any]:
-    """Return the class and the options of a processor as text, and the processor."""
-    options = {
-        name: value
-        for part in (processor, getattr(processor, "image_processor", None))
-        for name, value in vars(part or object).items()
-        if isinstance(value, (bool, int, float, str, dict)) and not name.startswith("_") and len(repr(value)) < 80
-    }
-    tokenizer = processor.tokenizer
-    named = ", ".join(f"{name}={value}" for name, value in options.items())
-    return f"{type(processor).__name__} with {type(tokenizer).__name__} of {len(tokenizer)} tokens\n{named}", processor
-
-
-def attempt(check: str, call: Callable[[], tuple[str, Any]]) -> tuple[Row, Any]:
-    """Return a row with the findings that `call` returns, and its result; if it raises, a row with the error."""
-    try:
-        found, result = call()
-        return Row(check, True, found), result
-    except Exception as error:
-        name = "" if isinstance(error, (SeqParError, ValueError, OSError)) else f"{type(error).__name__}: "
-        return Row(check, False, f"{name}{error}"), None
-
-
 def environment() -> str:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
@@ -270,45 +282,19 @@ def headers(path: str) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def describe_files(path: str) -> str:
-    """Return the config's model type, the number of tensors by dtype, their size, and the other files, as text."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        message = f"{path}: config.json cannot be read ({error}); pass the directory of a checkpoint"
-        raise ConfigError(message) from error
-    tensors = headers(path)
-    kinds = Counter(dtype for dtype, _ in tensors.values())
-    total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    others = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
-    numbers = ", ".join(f"{count} {dtype}" for dtype, count in kinds.items())
-    size = f"{len(tensors)} tensors, {total / 2**30:.2f} GiB, {numbers}"
-    return f"model_type {config.get('model_type')!r}, {size}\nother files: {', '.join(others)}"
-
-
-def names_and_shapes(path: str) -> str:
-    """Compare the names and shapes in the files with the model's, on the meta device: nothing is read or allocated."""
-    model: Any = load_model(path, dtype="auto", device_map="meta")
-    config = model.config
-    names = ("gate", "projector_layers", "hyper_layers", "cross_layer_interval", "additional_vocab_size")
-    facts = ", ".join(f"{name}={getattr(config, name)}" for name in names if hasattr(config, name))
-    size = sum(p.numel() for p in model.parameters()) / 1e9
-    return f"{type(model).__name__} of {size:.3f} billion parameters: all names and shapes match\n{facts}".strip()
-
-
-def missing_memory(path: str, dtype: str, device: str) -> tuple[torch.dtype, str | None]:
-    """Return the dtype to load in, and an explanation if the model does not fit into the memory of `device`."""
+def fitting_dtype(path: str, dtype: str, device: str) -> torch.dtype:
+    """Return the dtype to load in; raise NotRun if the model does not fit into the memory of `device`."""
     kinds = Counter({name: 0 for name in PUBLISHED_DTYPES})
     for kind, shape in headers(path).values():
         kinds[kind] += prod(shape)
     published = PUBLISHED_DTYPES.get(kinds.most_common(1)[0][0], torch.float32)
     free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else host_memory()
-    for wanted in [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]:
-        need = MEMORY_FACTOR * kinds.total() * wanted.itemsize
+    for candidate in [torch.float32, published] if dtype == "auto" else [getattr(torch, dtype)]:
+        need = MEMORY_FACTOR * kinds.total() * candidate.itemsize
         if free is None or need <= free:
-            return wanted, None
-    return wanted, (
-        f"{need / 2**30:.1f} GiB are needed in {wanted}, {free / 2**30:.1f} GiB are free on {device}; "
+            return candidate
+    raise NotRun(
+        f"{need / 2**30:.1f} GiB are needed in {candidate}, {free / 2**30:.1f} GiB are free on {device}; "
         "run this on a machine with more memory"
     )
 

@@ -27,11 +27,11 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from fake_cuda import READ_BY_HOST
+
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
 
-_READS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
-_READS |= {aten.bincount, aten.nonzero_numpy, aten.unique_consecutive}
 _PLACES = threading.local()
 
 
@@ -212,7 +212,7 @@ class Watch:
 
     def record_device_operator(self, func: Any, args: Any, kwargs: Any) -> None:
         packet = func.overloadpacket
-        if packet in _READS:
+        if packet in READ_BY_HOST:
             self.add("synchronisation", str(func))
         elif packet in (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_):
             for index in args[1]:
@@ -272,21 +272,23 @@ def mark(modules: Iterable[nn.Module], name: str) -> None:
         module.forward = marked  # type: ignore[method-assign]
 
 
-def to_device(value: Any) -> Any:
-    """Return tensors, or a model whose parameters and buffers are replaced in place, on the emulated device."""
+def to_device(value: Any, moved: Callable[[Tensor], Tensor] = lambda x: DeviceTensor(x.detach().clone())) -> Any:
+    """Return tensors, or a model whose parameters and buffers are replaced in place, on the emulated device.
+
+    Tied parameters stay tied. `moved` makes the tensor of another device instead.
+    """
     if isinstance(value, Tensor):
-        return DeviceTensor(value.detach().clone()).requires_grad_(value.requires_grad)
-    if isinstance(value, nn.Module):
-        seen: dict[int, nn.Parameter] = {}
-        for module in value.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in seen:
-                        moved = DeviceTensor(parameter.detach().clone())
-                        seen[id(parameter)] = nn.Parameter(moved, parameter.requires_grad)
-                    module._parameters[name] = seen[id(parameter)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = DeviceTensor(buffer.detach().clone())
-        return value
-    return _map_tensors(to_device, value)
+        return moved(value).requires_grad_(value.requires_grad)
+    if not isinstance(value, nn.Module):
+        return _map_tensors(lambda x: to_device(x, moved), value)
+    parameters: dict[int, nn.Parameter] = {}
+    for module in value.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                if id(weight) not in parameters:
+                    parameters[id(weight)] = nn.Parameter(moved(weight.detach()), weight.requires_grad)
+                module._parameters[name] = parameters[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved(buffer)
+    return value

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ READ_BY_HOST = (
     _aten.equal,
     _aten.is_nonzero,
     _aten.nonzero,
+    _aten.nonzero_numpy,
     _aten.masked_select,
     _aten._unique2,
     _aten.unique_dim,
@@ -54,6 +56,7 @@ READ_BY_HOST = (
     _aten.bincount,
 )
 """Operators whose result, or its shape, depends on values of the device."""
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class HostSynchronisation(AssertionError):
@@ -92,6 +95,33 @@ class NoHostSynchronisation(TorchDispatchMode):
             pageable = [x for x in pageable if x.dim()]
         if pageable and any(x.is_cuda for x in both):
             raise HostSynchronisation(f"{func} copies between the device and pageable memory")
+        return result
+
+
+class DeviceOperators(TorchDispatchMode):
+    """Counts the operators that reach the device, by name; those that only allocate or make a view are left out.
+
+    Each Triton launch of a block is within one operator of `mllm_seqpar`, which `LAUNCHES` counts.
+    """
+
+    LAUNCHES = {"interval_attention_backward": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def total(self) -> int:
+        return sum(self.found.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        returns = func._schema.returns
+        if func.namespace == "prim":
+            return result
+        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not is_view and name not in ALLOCATIONS and any(x.is_cuda for x in _tensors(args, kwargs, result)):
+            self.found[name] += self.LAUNCHES.get(name, 1)
         return result
 
 

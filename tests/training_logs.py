@@ -1,4 +1,4 @@
-"""The log of a fine-tuning run, from the `trainer_state.json` that it writes at its end."""
+"""The command line of a fine-tuning run, and its log, from the `trainer_state.json` that it writes at its end."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,14 @@ import pytest
 
 STEP = ("step", "epoch", "loss", "grad_norm", "learning_rate")
 EVALUATION = ("step", "eval_loss")
+
+
+def fine_tuning(files: Path, output: Path, *more: object) -> list[str]:
+    """Return the command line of a run on `training_files`; what `more` states replaces the options that runs share."""
+    options: dict[str, object] = {"--model": files / "model", "--data": files / "train.jsonl", "--output_dir": output}
+    options |= {"--disable_tqdm": True, "--learning_rate": 1e-3, "--adam_epsilon": 1e-4, "--save_steps": 1000}
+    given = [text for name, value in options.items() if name not in more for text in (name, value)]
+    return [*map(str, [*given, *more])]
 
 
 def log_of(output: Path) -> list[dict[str, Any]]:

@@ -115,8 +115,9 @@ def collate(
         LengthError: a sample has more tokens than `context`, the context of the model.
         MediaError: the size of a video is needed and cannot be read.
     """
+    chat_format = chat_family(processor)
     try:
-        text = chat_family(processor).text(
+        text = chat_format.text(
             [sample.messages for sample in samples],
             [sample.sources for sample in samples],
             labels=True,
@@ -133,8 +134,7 @@ def collate(
             except MediaError as found:
                 raise MediaError(str(found), number) from error
         raise
-    chat_format, lengths = chat_family(processor), text.attention_mask.sum(1).tolist()
-    for sample, length in zip(samples, lengths, strict=True):
+    for sample, length in zip(samples, text.attention_mask.sum(1).tolist(), strict=True):
         if max_length is not None and length > max_length:
             raise DataError(
                 f"{sample.place}: {length} tokens ({sample.frames} of them are placeholders of frames), more than "

@@ -118,14 +118,11 @@ class Chat:
     def with_media(self, media: Iterable[Clip]) -> Chat:
         """Return the conversation with other media instead of its own, in order."""
         following = iter(media)
-        return Chat(
-            tuple(
-                Turn(turn.role, tuple(x if isinstance(x, str) else next(following) for x in turn.content))
-                if turn.media
-                else turn
-                for turn in self.turns
-            )
-        )
+
+        def shown(turn: Turn) -> Turn:
+            return Turn(turn.role, tuple(x if isinstance(x, str) else next(following) for x in turn.content))
+
+        return Chat(tuple(shown(turn) if turn.media else turn for turn in self.turns))
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the messages; their media must be files, or passed beside them."""
@@ -134,19 +131,18 @@ class Chat:
     def check_order(self, *, answered: bool = True) -> None:
         """Raise MessageError for an order of roles that no chat has; with `answered`, unless the last is an answer."""
         before = None
-        for number, turn in enumerate(self.turns):
+        for number, turn in enumerate(self.turns, 1):
             fault = None
             if turn.role == "system" and before not in (None, "system"):
                 fault = f"follows one of the {before}; a system prompt comes first"
             elif turn.role == "assistant" and before != "user":
                 fault = "is the first message" if before in (None, "system") else "follows another answer"
                 fault += "; expected a message of the user, with the media, before it"
+            elif answered and number == len(self.turns) and turn.role != "assistant":
+                fault = "is the last one and has no answer; add the answer, or leave the message out"
             if fault is not None:
-                raise MessageError(fault, [number], turn.role)
+                raise MessageError(fault, [number - 1], turn.role)
             before = turn.role
-        if answered and before != "assistant":
-            fault = "is the last one and has no answer; add the answer, or leave the message out"
-            raise MessageError(fault, [len(self.turns) - 1], before)
 
     def check_targets(self) -> None:
         """Raise DataError unless the conversation ends with an answer, and none of its answers is empty."""
@@ -155,12 +151,8 @@ class Chat:
         self.check_order()
         for number, turn in enumerate(self.turns):
             if turn.role == "assistant" and not turn.text.strip():
-                raise MessageError(
-                    "is empty, which would only train the model to end its answer; give the answer, or leave the "
-                    "message or the record out",
-                    [number],
-                    turn.role,
-                )
+                fault = "is empty, which would only train the model to end its answer; give the answer, or leave the "
+                raise MessageError(f"{fault}message or the record out", [number], turn.role)
 
 
 def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:

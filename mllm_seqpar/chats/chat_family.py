@@ -16,7 +16,7 @@ one call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -48,10 +48,9 @@ def chat_family(processor: Any) -> ChatFamily:
     """
     names = [c.__name__ for c in type(processor).__mro__]
     for name in names:
-        for family, chats in [*_external_chats(), *built_in_chats(names)]:
-            if name in chats.processors:
-                found: ChatFamily = chats(processor, family)
-                return found
+        for family, chat_format in [*_external_formats(), *built_in_chats(names)]:
+            if name in chat_format.processors:
+                return chat_format(processor, family)
     raise ConfigError(
         f"no model family has a chat format for a {type(processor).__name__}; expected one of "
         f"{', '.join(known_processors())}. Copy the processor files of the model (processor_config.json or "
@@ -60,15 +59,15 @@ def chat_family(processor: Any) -> ChatFamily:
     )
 
 
-def _external_chats() -> list[tuple[Any, Any]]:
+def _external_formats() -> list[tuple[Any, type[ChatFamily]]]:
     """Return (family, chat format) of the families from outside this package that have one."""
-    found = [(family, getattr(family, "chat", None)) for family in external_adapters().values()]
-    return [(family, chats) for family, chats in found if chats is not None]
+    formats = [(family, getattr(family, "chat", None)) for family in external_adapters().values()]
+    return [(family, chat_format) for family, chat_format in formats if chat_format is not None]
 
 
 def known_processors() -> list[str]:
     """Return the class names of the processors that have a chat format."""
-    external = [name for _, chats in _external_chats() for name in chats.processors]
+    external = [name for _, chat_format in _external_formats() for name in chat_format.processors]
     return external + [entry.processor for entry in family_index().values()]
 
 
@@ -356,25 +355,21 @@ class ImageTokenFamily(ChatFamily):
             padding_side=padding_side,
             add_special_tokens=self.needs_special_tokens(texts),
         )
-        counts = image_counts(media)
-        self._check_image_tokens(ids, counts)
-        most, first, slots = max([self.min_images, *counts]), 0, []
-        for count in counts:
-            slots += [*range(first, first + count), *[-1] * (most - count)]
-            first += count
-        return ChatText(input_ids=ids, attention_mask=mask, labels=targets, slots=slots, extras=self.masks(ids, media))
-
-    def _check_image_tokens(self, ids: Tensor, counts: Sequence[int]) -> None:
-        mark = self.image_token
+        counts, mark = image_counts(media), self.image_token
         token = self.tokenizer.convert_tokens_to_ids(mark)
-        found = (ids == token).sum(1).tolist() if token is not None else [0] * len(counts)
-        for sample, (tokens, images) in enumerate(zip(found, counts, strict=True)):
+        written = (ids == token).sum(1).tolist() if token is not None else [0] * len(counts)
+        for sample, (tokens, images) in enumerate(zip(written, counts, strict=True)):
             if tokens != images:
                 raise DataError(
                     f"sample {sample} has {images} images, but {tokens} tokens {mark} (id {token}) in its text; "
                     f"the tokenizer must have {mark} as one special token, and the chat template must write it for "
                     "each image"
                 )
+        most, first, slots = max([self.min_images, *counts]), 0, []
+        for count in counts:
+            slots += [*range(first, first + count), *[-1] * (most - count)]
+            first += count
+        return ChatText(input_ids=ids, attention_mask=mask, labels=targets, slots=slots, extras=self.masks(ids, media))
 
 
 def media_parts(messages: Messages) -> list[Mapping[str, Any]]:
@@ -400,15 +395,14 @@ def media_of(messages: Messages, sources: Sequence[_Source]) -> list[tuple[str, 
 
 def expand_media(messages: Messages, media: Sequence[FrameSource]) -> list[dict[str, Any]]:
     """Return the messages with all contents as parts, and one image part for each frame of a media part."""
-    sources, expanded = iter([source for _, source in media_of(messages, media)]), []
-    for message in messages:
-        content = message["content"]
-        parts: list[dict[str, Any]] = []
+    sources = iter([source for _, source in media_of(messages, media)])
+
+    def parts(content: Any) -> Iterator[dict[str, Any]]:
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             is_text = part["type"] == "text"
-            parts += [{"type": "text", "text": part["text"]}] if is_text else [{"type": "image"}] * len(next(sources))
-        expanded.append({"role": message["role"], "content": parts})
-    return expanded
+            yield from [{"type": "text", "text": part["text"]}] if is_text else [{"type": "image"}] * len(next(sources))
+
+    return [{"role": message["role"], "content": [*parts(message["content"])]} for message in messages]
 
 
 def image_counts(media: Sequence[Sequence[FrameSource]]) -> list[int]:

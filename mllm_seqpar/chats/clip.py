@@ -20,7 +20,7 @@ from mllm_seqpar.digests import file_digest
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.videos.images import image_size, read_image
-from mllm_seqpar.videos.media_files import local_media, media_size
+from mllm_seqpar.videos.media_files import local_media, require_content
 from mllm_seqpar.videos.prefetch import stacked
 from mllm_seqpar.videos.reader import check_range, read_frames
 from mllm_seqpar.videos.video import FramePlan, plan_frames, probe, source_meta
@@ -183,21 +183,16 @@ class VideoSource(FrameSource):
         cls,
         path: str | os.PathLike[str],
         *,
-        fps: float | None = None,
-        num_frames: int | None = None,
-        max_frames: int | None = None,
-        start: float | None = None,
-        end: float | None = None,
         threads: int | None = None,
         decoder: str = "pyav",
         frame_store: FrameStore | str | os.PathLike[str] | None = None,
+        **frames: Any,
     ) -> "VideoSource":
-        """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
+        """Probe `path`, a file or a URL, and plan its frames by the fields of `FrameChoice`, see `plan_frames`.
 
         With `frame_store`, frames are read from this store. DataError is raised if it does not have them.
         """
-        info = probe(local_media(path))
-        plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)
+        plan = plan_frames(probe(local_media(path)), **frames)
         if frame_store is not None and not isinstance(frame_store, FrameStore):
             frame_store = FrameStore.open(frame_store)
         return cls(plan, threads, decoder, None if frame_store is None else frame_store.find(plan))
@@ -249,13 +244,11 @@ class ImageListSource(FrameSource):
     images: tuple[str | Tensor, ...]
 
     def __init__(self, images: Sequence[str | os.PathLike[str] | Tensor]) -> None:
-        found = tuple(image if isinstance(image, Tensor) else local_media(image) for image in images)
-        if not found:
+        if not images:
             raise VideoError("an image list without images; pass at least one path")
-        for image in found:
-            if not isinstance(image, Tensor) and media_size(image) < 0:
-                raise VideoError(f"{image}: no such file; an image list needs paths of image files")
-        object.__setattr__(self, "images", found)
+        object.__setattr__(self, "images", tuple(x if isinstance(x, Tensor) else local_media(x) for x in images))
+        for path in self.paths:
+            require_content(path, "an image file")
 
     def __len__(self) -> int:
         return len(self.images)
@@ -267,7 +260,7 @@ class ImageListSource(FrameSource):
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (height, width) of each image; of files, from their headers."""
-        return [_height_and_width(x) if isinstance(x, Tensor) else image_size(x) for x in self.images]
+        return [(x.shape[1], x.shape[2]) if isinstance(x, Tensor) else image_size(x) for x in self.images]
 
     @property
     def name(self) -> str:
@@ -282,19 +275,11 @@ class ImageListSource(FrameSource):
     def read(self, start: int, stop: int, *, size: tuple[int, int] | None = None, batch: int = 16) -> Iterator[Tensor]:
         """Yield images start <= i < stop; without `size`, a change of size starts a new tensor."""
         check_range(start, stop, len(self), batch)
-        yield from stacked((_pixels(image, size) for image in self.images[start:stop]), batch)
-
-
-def _pixels(image: str | Tensor, size: tuple[int, int] | None) -> Any:
-    if not isinstance(image, Tensor):
-        return read_image(image, size)
-    if size not in (None, _height_and_width(image)):
-        raise VideoError(f"size is {size}; an image in memory is {_height_and_width(image)}: leave size out")
-    return image
-
-
-def _height_and_width(image: Tensor) -> tuple[int, int]:
-    return int(image.shape[1]), int(image.shape[2])
+        for image in self.images[start:stop]:
+            if isinstance(image, Tensor) and size not in (None, tuple(image.shape[1:])):
+                raise VideoError(f"size is {size}; an image in memory is {tuple(image.shape[1:])}: leave size out")
+        images = (x if isinstance(x, Tensor) else read_image(x, size) for x in self.images[start:stop])
+        yield from stacked(images, batch)
 
 
 @dataclass(frozen=True)

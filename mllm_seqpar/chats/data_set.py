@@ -81,8 +81,13 @@ class ChatDataset(Dataset[ChatSample]):
         self._frames = FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames)
         for index in range(len(self.records) if validate else 0):
             chat = self.chat(index)
-            if on_bad_media == "fail":
-                self._check_files(index, chat)
+            for number, turn in enumerate(chat.turns if on_bad_media == "fail" else ()):
+                try:
+                    for medium in turn.media:
+                        self.identify(index, medium)
+                except VideoError as error:
+                    place = f"{self.records.place(index)}: message {number} ({turn.role})"
+                    raise DataError(f"{place}: {error}") from error
         # Each video is probed once, not once per epoch.
         store = None if frame_store is None else FrameStore.open(frame_store)
         reading: dict[str, Any] = {"threads": threads, "decoder": decoder, "frame_store": store}
@@ -111,16 +116,6 @@ class ChatDataset(Dataset[ChatSample]):
     def messages(self, index: int) -> list[dict[str, Any]]:
         """Return the messages of a record, see `chat`."""
         return self.chat(index).to_json()
-
-    def _check_files(self, index: int, chat: Chat) -> None:
-        """Raise DataError if a file is missing."""
-        for number, turn in enumerate(chat.turns):
-            for name in [name for medium in turn.media for name in medium.files]:
-                try:
-                    self.records.identify(index, name)
-                except VideoError as error:
-                    place = f"{self.records.place(index)}: message {number} ({turn.role})"
-                    raise DataError(f"{place}: {error}") from error
 
     def identify(self, index: int, medium: Clip) -> Hashable:
         """Return a key that is equal for media with equal files and equal sampling; nothing is downloaded.
@@ -154,19 +149,17 @@ class ChatDataset(Dataset[ChatSample]):
 
     def content_digest(self) -> str:
         """Return a hash of the records, and of the names and sizes of the media files that they name."""
-        files = (
-            (index, name) for index in range(len(self)) for medium in self.chat(index).media for name in medium.files
-        )
-        media = [f"{name} {self._size(index, name)}" for index, name in files]
+        media = []
+        for index in range(len(self)):
+            for name in [name for medium in self.chat(index).media for name in medium.files]:
+                try:
+                    file = self.records.identify(index, name)
+                    # A URL, or a file inside a table, has no size of its own.
+                    size = -2 if isinstance(file, tuple) or is_remote(file) else media_size(file)
+                except VideoError:  # it is missing
+                    size = -1
+                media.append(f"{name} {size}")
         return digest_of("\n".join([self.digest, *media]))
-
-    def _size(self, index: int, name: str) -> int:
-        """Return the number of bytes of a file; -1 if it is missing, and -2 for a URL or a file inside a table."""
-        try:
-            found = self.records.identify(index, name)
-        except VideoError:
-            return -1
-        return -2 if isinstance(found, tuple) or is_remote(found) else media_size(found)
 
     def source(self, index: int, medium: Clip) -> FrameSource:
         """Return the frames of a medium of record `index`; VideoError if the file is missing or unreadable."""

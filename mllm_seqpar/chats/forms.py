@@ -52,7 +52,7 @@ _FILE_NAME = re.compile(r"(^|_)file_names?$")
 _CLIP_KEYS = {"start": ("start", "video_start", "start_time"), "end": ("end", "video_end", "end_time")}
 """The keys that state a clip of the video, of a record (as in MVBench) or of a content part (as Qwen's)."""
 
-_ALL_CLIP_KEYS = tuple(key for keys in _CLIP_KEYS.values() for key in keys)
+_ALL_CLIP_KEYS = [key for keys in _CLIP_KEYS.values() for key in keys]
 _PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
 _TIME = re.compile(r"(?:(?:\d+:)?\d+:)?\d+(?:\.\d+)?")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -85,10 +85,7 @@ def read_record(
     if not isinstance(record, Mapping):
         raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
     chat = Chat.parse(_messages(record, template, answered), replace(FILES, marks=marks))
-    if answered:
-        chat.check_targets()
-    else:
-        chat.check_order(answered=False)
+    chat.check_targets() if answered else chat.check_order(answered=False)
     return chat
 
 
@@ -196,15 +193,17 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the media parts that the keys of a record name, images first."""
     parts: list[dict[str, Any]] = []
     sampling = {key: _number(record[key]) for key in FRAME_FIELDS if record.get(key) is not None} | _clip(record)
-    record = _with_file_names(record)
+    named: Mapping[str, Any] = record
+    if not any(record.get(key) for keys in _MEDIA_KEYS.values() for key in keys):
+        # Beside other media, columns that name files only describe these, as in COCO.
+        names = [name for key in record if _FILE_NAME.search(key) and record[key] for name in _listed(record[key])]
+        named = {"image": sorted(names, key=lambda name: Path(str(name)).suffix.lower() in VIDEO_SUFFIXES)}
     for kind, keys in _MEDIA_KEYS.items():
-        found = [key for key in keys if record.get(key)]
-        if len(found) > 1:
-            raise DataError(f"has both {found[0]!r} and {found[1]!r}; give one of them")
-        for value in _listed(record[found[0]]) if found else ():
+        key = _only([key for key in keys if named.get(key)])
+        for value in _listed(named[key]) if key else ():
             name = value.get("path") if isinstance(value, Mapping) else value
             if not isinstance(name, str):
-                raise DataError(f"{found[0]} is {value!r:.60}; expected the path of a file, or a list of paths")
+                raise DataError(f"{key} is {value!r:.60}; expected the path of a file, or a list of paths")
             # LLaVA's video data sometimes name a video by the key of images.
             part_kind = "video" if Path(name).suffix.lower() in VIDEO_SUFFIXES else kind
             parts.append({"type": part_kind, "path": name, **(sampling if part_kind == "video" else {})})
@@ -216,34 +215,17 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _with_file_names(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record with `image` or `video` instead of columns that name files, if no other key has media.
-
-    Beside other media, such a column only describes them, as in COCO.
-    """
-    if any(record.get(key) for keys in _MEDIA_KEYS.values() for key in keys):
-        return record
-    result: dict[str, Any] = {}
-    for key, value in record.items():
-        if not _FILE_NAME.search(key):
-            result[key] = value
-            continue
-        for name in _listed(value) if value else ():
-            kind = "video" if Path(str(name)).suffix.lower() in VIDEO_SUFFIXES else "image"
-            result.setdefault(kind, []).append(name)
-    return result
-
-
 def _clip(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the start and the end of a clip in seconds, from numbers or from texts such as "1:02:03.5"."""
-    found: dict[str, Any] = {}
-    for name, keys in _CLIP_KEYS.items():
-        stated = [key for key in keys if given.get(key) is not None]
-        if len(stated) > 1:
-            raise DataError(f"has both {stated[0]!r} and {stated[1]!r}; give one of them")
-        if stated:
-            found[name] = _number(given[stated[0]])
-    return found
+    keys = {name: _only([key for key in keys if given.get(key) is not None]) for name, keys in _CLIP_KEYS.items()}
+    return {name: _number(given[key]) for name, key in keys.items() if key}
+
+
+def _only(keys: Sequence[str]) -> str | None:
+    """Return the key that states something, if there is one."""
+    if len(keys) > 1:
+        raise DataError(f"has both {keys[0]!r} and {keys[1]!r}; give one of them")
+    return next(iter(keys), None)
 
 
 def _number(value: Any) -> Any:

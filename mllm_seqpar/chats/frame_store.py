@@ -16,7 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
+from mllm_seqpar.errors import DataError, VideoError, reading
 from mllm_seqpar.videos.files import atomic_write, write_json
 from mllm_seqpar.videos.images import jpeg_of
 from mllm_seqpar.videos.prefetch import FrameBatches, read_ahead
@@ -63,10 +63,8 @@ class FrameFile:
             DataError: the file is missing or damaged.
         """
         threads = decode_threads() if threads is None else threads
-        try:
+        with self._reading():
             file = open(self.path, "rb")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise self._damaged(error.strerror or str(error)) from error
         batches = FrameBatches(len(numbers), batch)
 
         def read(position: int) -> None:
@@ -78,26 +76,19 @@ class FrameFile:
 
     def _frame(self, file: int, number: int) -> np.ndarray:
         first = self.ends[number - 1] if number else 0
-        try:
+        with self._reading():
             content = os.pread(file, self.ends[number] - first, first)
-        except OSError as error:
-            raise self._damaged(error.strerror or str(error)) from error
-        if zlib.crc32(content) != self.checksums[number]:
-            raise self._damaged(f"frame {number} does not have the checksum that it was written with")
-        if self.quality is None:
-            return np.frombuffer(content, np.uint8).reshape(*self.size, 3)
-        from PIL import Image
+            if zlib.crc32(content) != self.checksums[number]:
+                raise ValueError(f"frame {number} does not have the checksum that it was written with")
+            if self.quality is None:
+                return np.frombuffer(content, np.uint8).reshape(*self.size, 3)
+            from PIL import Image
 
-        try:
             with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
                 return np.array(image)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise self._damaged(first_line(error)) from error
 
-    def _damaged(self, fault: str) -> DataError:
-        return DataError(f"{self.path}: damaged ({fault}); delete the file, and {_AGAIN}")
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(f"{self.path}: damaged", f"delete the file, and {_AGAIN}")
 
 
 class FrameStore(Store):
@@ -195,7 +186,7 @@ class FrameStore(Store):
         path = self._path(plan)
         if not path.exists():
             raise self._absent(plan, path)
-        try:
+        with reading(f"{path}: damaged", f"delete the file, and {_AGAIN}"):
             header = json.loads(path.read_text())
             if header.get("fault"):
                 raise VideoError(header["fault"])
@@ -211,10 +202,6 @@ class FrameStore(Store):
             )
             if len(frames.ends) != len(plan) or frames.path.stat().st_size != frames.ends[-1]:
                 raise ValueError(f"{frames.path.name} does not have the bytes of {len(plan)} frames")
-        except PASSED:
-            raise
-        except Exception as error:
-            raise DataError(f"{path}: damaged ({error}); delete the file, and {_AGAIN}") from error
         return frames
 
     def has(self, plan: FramePlan) -> bool:

@@ -88,20 +88,17 @@ def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
 def _answer(value: Any, options: list[str], key: str) -> int:
     """Return the number of the option that an answer means: a number from 0, a letter, or the option's text."""
     if type(value) is int:
-        if 0 <= value < len(options):
-            return value
-        raise DataError(f"{key} is {value}, of {len(options)} options; a number counts from 0, or give a letter")
+        if not 0 <= value < len(options):
+            raise DataError(f"{key} is {value}, of {len(options)} options; a number counts from 0, or give a letter")
+        return value
     text = str(value).strip()
-    letters = LETTERS[: len(options)]
-    by_letter = (
-        [letters.index(text.strip("().:"))] if len(text.strip("().:")) == 1 and text.strip("().:") in letters else []
-    )
     lettered = _LETTERED.match(text)
-    if not by_letter and lettered and lettered[1] in letters and options[letters.index(lettered[1])] == lettered[2]:
-        by_letter = [letters.index(lettered[1])]
-    by_text = [number for number, option in enumerate(options) if option == text]
-    found = set(by_letter) | set(by_text)
-    if len(found) != 1:
-        why = "is ambiguous" if found else "is none of the options"
+    meant = [
+        number
+        for number, (letter, option) in enumerate(zip(LETTERS, options, strict=False))
+        if text == option or text.strip("().:") == letter or (lettered and lettered.groups() == (letter, option))
+    ]
+    if len(meant) != 1:
+        why = "is ambiguous" if meant else "is none of the options"
         raise DataError(f"{key} is {value!r:.60}, which {why} ({', '.join(options)!s:.120}); give a letter or a number")
-    return found.pop()
+    return meant[0]

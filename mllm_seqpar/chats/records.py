@@ -1,34 +1,33 @@
 """Data sets by path: their records in a fixed order, the place of each, and the media that it names.
 
-JSONL, JSON and CSV are read here, so that an error names FILE:LINE. Parquet, arrow, directories of `save_to_disk` and
-WebDataset shards are read by `datasets`. It copies them into its own cache when they are opened first; a lock of the
-cache makes the other processes of the machine wait. Images and videos inside a table are written to the media cache
-(`media_files`) on first use, because decoders read files.
+JSONL, JSON and CSV are read here, so that an error names FILE:LINE. Parquet, arrow and directories of `save_to_disk`
+are read by `datasets`. It copies parquet files into its own cache when they are opened first; a lock of the cache makes
+the other processes of the machine wait. Images and videos inside tables and WebDataset shards are written to the media
+cache (`media_files`) on first use, because decoders read files.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
-import importlib
 import io
 import json
 import os
 import re
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from glob import escape, glob, has_magic
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.digests import digest_of, file_digest
-from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line
+from mllm_seqpar.errors import PASSED, DataError, VideoError, first_line, reading
 from mllm_seqpar.models.hub import local_directory
-from mllm_seqpar.videos.files import reading_index
 from mllm_seqpar.videos.media_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, is_remote, local_media, media_cache
 
 VIDEO_ID = "video-id:"
@@ -39,8 +38,9 @@ KNOWN = (
     "metadata.jsonl, or the id of a data set on the Hub"
 )
 _VIDEO_FOLDERS = ("", "data", "videos", "video")
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
-_SUFFIXES = (".jsonl", ".json", ".csv", *_BUILDERS)
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+_BINARY = (*_BUILDERS, ".tar")
+_SUFFIXES = (".jsonl", ".json", ".csv", *_BINARY)
 """Suffixes of files; a missing file is not looked up on the Hub."""
 
 _SAVED = "state.json"
@@ -77,13 +77,8 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
     if len(kinds) > 1:
         raise DataError(f"{name}: matches files of several kinds ({', '.join(sorted(kinds))}); give files of one kind")
     (kind,) = kinds
-    records: Records
-    if kind == ".tar":
-        records = TarRecords(files)
-    elif kind in _BUILDERS or kind == _SAVED:
-        records = TableRecords(files)
-    else:
-        records = JsonRecords(files)
+    tables = dict.fromkeys((*_BUILDERS, _SAVED), TableRecords)
+    records: Records = {**tables, ".tar": TarRecords}.get(kind, JsonRecords)(files)
     records.path = Path(name)
     if media_root is not None:
         records.folders = (Path(media_root),)
@@ -118,19 +113,19 @@ def _files_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{folder}: cannot be read (no such file or directory); expected {KNOWN}")
     if (folder / "dataset_dict.json").is_file():
-        with reading_index(folder / "dataset_dict.json", "splits", "was the download complete?"):
+        with reading(f"{folder / 'dataset_dict.json'}: not an index of splits", "was the download complete?"):
             splits = [folder / name for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
         return _files_of(_only(folder, "splits", splits))
     for mark in _MARKS:
         if (folder / mark).is_file():
             return [folder / mark]
     inside = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and not _is_hidden(path, folder))
-    texts = [path for path in inside if path.suffix not in _BUILDERS]
+    texts = [path for path in inside if path.suffix not in _BINARY]
     # Folders inside may have texts that describe one medium each, and CSV beside other texts may have results.
     marked = [path for path in texts if path.name in _MARKS]
     texts = [path for path in texts if path.parent == folder] or marked or texts
     texts = [path for path in texts if path.suffix != ".csv"] or texts
-    for files in (*([path for path in inside if path.suffix == suffix] for suffix in _BUILDERS), texts):
+    for files in (*([path for path in inside if path.suffix == suffix] for suffix in _BINARY), texts):
         if files:
             _only(folder, "splits or subsets", sorted({path.parent / _pattern_of(path) for path in files}))
             return files
@@ -147,7 +142,7 @@ def _files_of(folder: Path) -> list[Path]:
 def _pattern_of(path: Path) -> str:
     """Return the pattern of the files of the split that a file belongs to, by its name."""
     split = _SHARD.sub("", path.stem)
-    if path.suffix in _BUILDERS:  # texts with other numbers may be versions of one another
+    if path.suffix in _BINARY:  # texts with other numbers may be versions of one another
         split = _NUMBER.sub("", split)
     return f"{split}*{path.suffix}"
 
@@ -190,12 +185,8 @@ class Records(ABC):
         Raises:
             DataError: it cannot be parsed; does not name its place.
         """
-        try:
+        with reading("cannot be read", "check that the download is complete"):
             row = self._row(index)
-        except PASSED:
-            raise
-        except Exception as error:
-            raise DataError(f"cannot be read ({first_line(error)}); check that the download is complete") from error
         return {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else row
 
     def place(self, index: int) -> str:
@@ -208,12 +199,17 @@ class Records(ABC):
         Raises:
             VideoError: there is no such file.
         """
+        folders = self._folders(index)
         if name.startswith(VIDEO_ID):
-            return self._video_of(index, name.removeprefix(VIDEO_ID))
+            stem = name.removeprefix(VIDEO_ID)
+            for folder, inner, suffix in product(folders, _VIDEO_FOLDERS, sorted(VIDEO_SUFFIXES)):
+                if (path := folder / inner / (stem + suffix)).is_file():
+                    return str(path)
+            where = f"{', '.join(map(str, folders))}, or {', '.join(filter(None, _VIDEO_FOLDERS))} there"
+            raise VideoError(f"no file {stem}.mp4 (or another video format) in {where}")
         local = local_media(name)
         if local != name:
             return local
-        folders = self._folders(index)
         for folder in folders:
             if os.path.isfile(folder / name):  # Path.is_file raises for a name that is too long
                 return str(folder / name)
@@ -234,29 +230,35 @@ class Records(ABC):
         """Return the folders at which relative names of a record start; the first one that has the file counts."""
         return self.folders
 
-    def _video_of(self, index: int, stem: str) -> str:
-        for folder in self._folders(index):
-            for inner in _VIDEO_FOLDERS:
-                for suffix in sorted(VIDEO_SUFFIXES):
-                    path = folder / inner / (stem + suffix)
-                    if path.is_file():
-                        return str(path)
-        where = ", ".join(str(folder) for folder in self._folders(index))
-        raise VideoError(f"no file {stem}.mp4 (or another video format) in {where}, or data, videos, video there")
-
 
 class JsonRecords(Records):
     """The records of JSONL files, whose places have their lines, of JSON files that hold one list each, or of CSV."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.path, self.folders = files[0], ()
-        contents = [self._content(file) for file in files]
-        self.digest = "\n".join(map(digest_of, contents))
-        self._rows = [
-            (file, number, row)
-            for file, content in zip(files, contents, strict=True)
-            for number, row in self._numbered(file, content)
-        ]
+        self.path, self.folders, digests = files[0], (), []
+        self._rows: list[tuple[Path, int, Any]] = []
+        for file in files:
+            with reading(f"{file}: cannot be read", f"expected {KNOWN}"):
+                content = file.read_bytes()
+            if content.startswith(b"\x1f\x8b"):
+                raise DataError(
+                    f"{file}: is compressed by gzip; decompress it, e.g. gunzip < {file.name} > OUT{file.suffix}"
+                )
+            digests.append(digest_of(content))
+            self._rows += [(file, number, row) for number, row in self._numbered(file, content)]
+        self.digest = "\n".join(digests)
+
+    def _numbered(self, file: Path, content: bytes) -> Iterable[tuple[int, Any]]:
+        """Return (number, record) from 1; the records of JSONL are lines that are parsed on access."""
+        if file.suffix.lower() == ".csv":  # a cell may have 131,072 characters
+            with reading(f"{file}: not CSV in UTF-8", "save it so, or as JSONL or parquet"):
+                rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")))
+            return enumerate(({name: cell or None for name, cell in row.items()} for row in rows), 1)
+        start = content.removeprefix(codecs.BOM_UTF8).lstrip()
+        if start[:1] == b"[":
+            with reading(f"{file}: not JSON", "expected one list of records"):
+                return enumerate(json.loads(start), 1)
+        return ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -272,61 +274,24 @@ class JsonRecords(Records):
         row = self._rows[index][-1]
         if isinstance(row, dict) and None in row:  # of csv.DictReader
             raise DataError("has more cells than the header has columns; put a text that has a comma in quotes")
-        try:
+        with reading("not JSON", "each line holds one record"):
             return json.loads(row) if isinstance(row, bytes) else row
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"not JSON ({error}); each line holds one record") from error
-
-    def _content(self, file: Path) -> bytes:
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror}); expected {KNOWN}") from error
-        if content.startswith(b"\x1f\x8b"):
-            raise DataError(
-                f"{file}: is compressed by gzip; decompress it, e.g. gunzip < {file.name} > OUT{file.suffix}"
-            )
-        return content
-
-    def _numbered(self, file: Path, content: bytes) -> Iterator[tuple[int, Any]]:
-        """Yield (number, record) from 1; the records of JSONL are lines that are parsed on access."""
-        if file.suffix.lower() == ".csv":
-            try:
-                for number, cells in enumerate(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")), 1):
-                    yield number, {name: cell or None for name, cell in cells.items()}
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file}: not CSV in UTF-8 ({error}); save it in UTF-8") from error
-            except csv.Error as error:  # such as a cell of more than 131,072 characters
-                raise DataError(f"{file}: not readable as CSV ({error}); save it as JSONL or parquet") from error
-            return
-        start = content.removeprefix(codecs.BOM_UTF8).lstrip()
-        if start[:1] == b"[":
-            try:
-                yield from enumerate(json.loads(start), 1)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{file}: not JSON ({error}); expected one list of records") from error
-            return
-        yield from ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
 
-class TableRecords(Records):
-    """The rows of parquet or arrow files of one split, in order.
+class EmbeddedRecords(Records):
+    """Records in files that also have their images and videos, or some of them.
 
-    Of each image and video, a record has a name for the bytes in its column. `locate` returns their file in the cache.
+    `locate` writes such a medium to the media cache on first use, and returns its file there.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.path, folder = files[0], files[0].parent
+        self.path = files[0]
         common = Path(os.path.commonpath([file.parent for file in files]))  # the file of a row is not known
         self.folders = common, common.parent
-        datasets = optional_import(
-            "datasets", extra="data", needed_for=f"{files[0]}: reading parquet, arrow and tar files"
-        )
         if saved := files[0].name == _SAVED:
-            files = sorted(path for path in folder.iterdir() if path.is_file())
+            files = sorted(path for path in files[0].parent.iterdir() if path.is_file())
         try:
-            data = datasets.load_from_disk(str(folder)) if saved else self._load(datasets, files)
-            data = data.with_format(None)  # `save_to_disk` keeps a format, which may hide columns
+            self._open([self.path] if saved else files)
             self.digest = digest_of("\n".join(f"{path.name} {file_digest(path)}" for path in files))
             # The digest is of samples of large files, and the media cache must not have the content of an earlier file.
             self._version = digest_of("\n".join([self.digest, *(str(path.stat().st_mtime_ns) for path in files)]))
@@ -338,90 +303,32 @@ class TableRecords(Records):
             last = str(cause).strip().rpartition("\n")[2]  # of a cast: why, after the columns of both files
             why = first_line(cause) + (f" {last}" if last.startswith("because") else "")
             raise DataError(
-                f"{files[0]}{others}: cannot be read by `datasets` ({why}); check that the download is complete, and "
-                "that a column has the same type in all files"
+                f"{self.path}{others}: cannot be read ({why}); check that the download is complete, and that a column "
+                "has the same type in all files"
             ) from error
-        self._media = self._media_columns(data.features)
-        self._rows, self._table = data.remove_columns(self._media), data.with_format("arrow")
 
-    def _load(self, datasets: Any, files: Sequence[Path]) -> Any:
-        kind, names = _BUILDERS[files[0].suffix.lower()], [escape(str(file.absolute())) for file in files]
-        options: dict[str, Any] = {"data_files": names, "features": self._features(datasets, files)}
-        if kind == "parquet":
-            options["batch_size"] = 1000  # by default, the rows of the first group, which may be none
-        return datasets.load_dataset(kind, split="train", **options)
+    @abstractmethod
+    def _open(self, files: Sequence[Path]) -> None:
+        """Prepare reading; any error means that the files are damaged."""
 
-    def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
-        """Return the columns of all files; rows of files without a column have null. None: those of the first file.
-
-        `datasets` casts a column to its type in the first file if its types cannot be merged.
-        """
-        if len(files) == 1:
-            return None
-        import pyarrow as arrow
-
-        schemas, columns = list(map(_schema_of, files)), dict[str, Any]()
-        for field in chain(*schemas):
-            both = [arrow.schema([columns.get(field.name, field)]), arrow.schema([field])]
-            with suppress(arrow.ArrowTypeError):
-                columns[field.name] = arrow.unify_schemas(both, promote_options="permissive").field(0)
-        merged = arrow.schema(list(columns.values()), metadata=schemas[0].metadata)
-        return datasets.Features.from_arrow_schema(merged)
-
-    def _media_columns(self, features: Any) -> list[str]:
-        return [field.name for field in features.arrow_schema if _has_files(field.type)]
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def _row(self, index: int) -> Any:
-        row = self._rows[index] if self._rows.column_names else {}
-        names = {
-            column: [f"{_EMBEDDED}{column}/{number}" for number in range(len(files))]
-            for column, files in self._cells(index).items()
-        }
-        return row | names
-
-    def _cells(self, index: int) -> dict[str, Sequence[Any]]:
-        """Return the files in each column of a row, without reading their bytes."""
-        row = self._table[index]
-        cells = {column: row.column(column)[0] for column in self._media}
-        return {
-            column: cell.values if hasattr(cell.type, "value_type") else [cell]
-            for column, cell in cells.items()
-            if cell.is_valid
-        }
-
+    @abstractmethod
     def _embedded(self, index: int, name: str) -> tuple[str, int] | None:
-        """Return the column of a file of the row, and its number there; None for other files."""
-        if not name.startswith(_EMBEDDED):
-            return None
-        column, _, number = name.removeprefix(_EMBEDDED).rpartition("/")
-        return column, int(number)
+        """Return the column of a medium in the files, and its number there; None for other files."""
+
+    @abstractmethod
+    def _content(self, index: int, column: str, number: int) -> tuple[Callable[[], bytes] | None, str]:
+        """Return what reads a medium, None if only its path is known, and its path, which may be empty."""
 
     def locate(self, index: int, name: str) -> str:
-        """Return the file of the cache with an image or video of the row; other names as elsewhere."""
-        try:
-            found = self._embedded(index, name)
-            path = None if found is None else self._written(index, *found)
-        except PASSED:
-            raise
-        except Exception as error:
-            raise VideoError(f"{name}: cannot be read from the table ({first_line(error)})") from error
-        return path or super().locate(index, name)
-
-    def _written(self, index: int, column: str, number: int) -> str:
-        """Return the file of the cache with a file of a row; it is written if it is not there."""
-        from pyarrow import types
-
-        cell = self._cells(index)[column][number]
-        fields = {field.name for field in cell.type} if types.is_struct(cell.type) else set()
-        content = cell["bytes"] if "bytes" in fields else cell
-        path = cell["path"].as_py() if "path" in fields else None
-        if content.is_valid:
+        with reading(f"{name}: cannot be read", f"it is inside {self.path}", VideoError):
+            if (place := self._embedded(index, name)) is None:
+                return super().locate(index, name)
+            column, number = place
+            read, path = self._content(index, column, number)
+        if read is not None:
             key = digest_of(f"{self._version} {index} {column} {number}")
-            name = key + Path(path or "").suffix
-            return str(media_cache().file(name, "a file inside a table", lambda: iter([content.as_py()])))
+            name = key + Path(path).suffix
+            return str(media_cache().file(name, "a file inside a table", lambda: iter([read()])))
         if not path:
             raise VideoError(f"column {column} has neither bytes nor a path in this row")
         return super().locate(index, path)
@@ -430,73 +337,138 @@ class TableRecords(Records):
         return super().identify(index, name) if self._embedded(index, name) is None else (index, name)
 
 
-class TarRecords(TableRecords):
+class TableRecords(EmbeddedRecords):
+    """The rows of parquet or arrow files of one split, in order; a record has a name for each image and video."""
+
+    def _open(self, files: Sequence[Path]) -> None:
+        datasets = optional_import("datasets", extra="data", needed_for=f"{files[0]}: reading parquet and arrow files")
+        if files[0].name == _SAVED:
+            data = datasets.load_from_disk(str(files[0].parent))
+        else:
+            kind, names = _BUILDERS[files[0].suffix.lower()], [escape(str(file.absolute())) for file in files]
+            features = None if len(files) == 1 else datasets.Features.from_arrow_schema(_merged_schema(files))
+            options: dict[str, Any] = {"data_files": names, "features": features}
+            if kind == "parquet":
+                options["batch_size"] = 1000  # by default, the rows of the first group, which may be none
+            data = datasets.load_dataset(kind, split="train", **options)
+        data = data.with_format(None)  # `save_to_disk` keeps a format, which may hide columns
+        self._media = [field.name for field in data.features.arrow_schema if _has_files(field.type)]
+        self._rows, self._table = data.remove_columns(self._media), data.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def _row(self, index: int) -> Any:
+        row = self._rows[index] if self._rows.column_names else {}
+        for column in self._media:
+            if (files := self._files(index, column)) is not None:
+                row[column] = [f"{_EMBEDDED}{column}/{number}" for number in range(len(files))]
+        return row
+
+    def _files(self, index: int, column: str) -> Any:
+        """Return the files in a column of a row, without reading their bytes; None if the cell is null."""
+        cell = self._table[index].column(column)[0]
+        if not cell.is_valid:
+            return None
+        return cell.values if hasattr(cell.type, "value_type") else [cell]
+
+    def _embedded(self, index: int, name: str) -> tuple[str, int] | None:
+        if not name.startswith(_EMBEDDED):
+            return None
+        column, _, number = name.removeprefix(_EMBEDDED).rpartition("/")
+        return column, int(number)
+
+    def _content(self, index: int, column: str, number: int) -> tuple[Callable[[], bytes] | None, str]:
+        from pyarrow import types
+
+        cell = self._files(index, column)[number]
+        fields = {field.name for field in cell.type} if types.is_struct(cell.type) else set()
+        content = cell["bytes"] if "bytes" in fields else cell
+        path = cell["path"].as_py() if "path" in fields else None
+        return content.as_py if content.is_valid else None, path or ""
+
+
+class TarRecords(EmbeddedRecords):
     """The samples of WebDataset shards: consecutive members with one name before the first dot are one sample.
 
     A member `json` is the record; without one, the text of `txt` is a caption. Media members belong to the record: by
-    their name, or in order if the record names none or the same number.
+    their name, or in order if the record names none or the same number. Members are read from the shards on access.
     """
 
-    def _load(self, datasets: Any, files: Sequence[Path]) -> Any:
-        module = importlib.import_module("datasets.packaged_modules.webdataset.webdataset")
-        # `datasets` would decode all members, also those that are not read, and fail without naming the sample.
-        builder = type("UndecodedMembers", (module.WebDataset,), {"DECODERS": {}})
-        names = [escape(str(file.absolute())) for file in files]
-        found = builder(data_files=names, features=self._features(datasets, files))
-        found.download_and_prepare()
-        return found.as_dataset("train")
-
-    def _features(self, datasets: Any, files: Sequence[Path]) -> Any:
-        # Without types, `datasets` infers them from five samples and silently leaves out what only later samples have.
-        types: dict[str, Any] = {"__key__": datasets.Value("string"), "__url__": datasets.Value("string")}
+    def _open(self, files: Sequence[Path]) -> None:
+        self._samples: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []  # (offset, bytes) of each extension
         for file in files:
             with tarfile.open(file, "r:") as archive:
                 for member in archive:
-                    extension = Path(member.name).name.partition(".")[2]
-                    kind = _media_kind(extension)
-                    if kind is not None:
-                        types[extension] = datasets.Image() if kind == "image" else datasets.Video()
-                    elif extension in ("json", *_TEXTS):
-                        types[extension] = datasets.Value("binary")
-        if len(types) == 2:
+                    folder, name = os.path.split(member.name)
+                    stem, dot, extension = name.partition(".")
+                    if not (member.isreg() and stem and dot) or name.startswith("__"):
+                        continue
+                    key = os.path.join(folder, stem)
+                    if not self._samples or self._samples[-1][:2] != (file, key):
+                        self._samples.append((file, key, {}))
+                    if extension in self._samples[-1][2]:
+                        raise ValueError(f"Duplicate field {extension!r} for sample {key!r} in {file}")
+                    self._samples[-1][2][extension] = member.offset_data, member.size
+        if not any(x in ("json", *_TEXTS) or _media_kind(x) for *_, members in self._samples for x in members):
             raise ValueError("its members are neither json nor txt, images or videos")
-        return datasets.Features(types)
 
-    def _media_columns(self, features: Any) -> list[str]:
-        return [name for name in features if _media_kind(name) is not None]
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def _read(self, index: int, extension: str) -> bytes:
+        file, _, members = self._samples[index]
+        offset, size = members[extension]
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            return opened.read(size)
 
     def _row(self, index: int) -> Any:
-        row = self._rows[index]
-        try:
-            record = {} if row.get("json") is None else json.loads(row["json"])
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"its member json is not JSON ({error})") from error
+        members = self._samples[index][2]
+        with reading("its member json is not JSON", "each has one record"):
+            record = json.loads(self._read(index, "json")) if "json" in members else {}
         if not isinstance(record, dict):
             return record
         for name in _TEXTS:
-            if (text := row.get(name)) is not None:
-                record.setdefault("text", text.decode(errors="replace").strip())
+            if name in members:
+                record.setdefault("text", self._read(index, name).decode(errors="replace").strip())
         if "messages" in record:
             return record
-        cells = self._cells(index)
         for kind in ("image", "video"):
-            members = [name for name in cells if _media_kind(name) == kind]
+            media = [name for name in members if _media_kind(name) == kind]
             named = record.get(kind, record.get(f"{kind}s", ()))
-            if members and len([named] if isinstance(named, str) else named or ()) in (0, len(members)):
+            if media and len([named] if isinstance(named, str) else named or ()) in (0, len(media)):
                 record = {key: value for key, value in record.items() if key not in (kind, f"{kind}s")}
-                record[kind] = members
+                record[kind] = media
         if not record:
-            raise DataError(f"its members are {', '.join(cells) or 'unknown'}; expected json, or txt, beside media")
+            raise DataError(f"its members are {', '.join(members)}; expected json, or txt, beside media")
         return record
 
     def _embedded(self, index: int, name: str) -> tuple[str, int] | None:
-        """Return the column of a member, named by its extension, its name or its path; None for other files."""
-        key = self._rows[index]["__key__"]
-        for extension in self._cells(index):
+        _, key, members = self._samples[index]
+        for extension in filter(_media_kind, members):  # by extension, by its name or its path
             member = f"{key}.{extension}"
             if name in (extension, member) or Path(name).name == Path(member).name:
                 return extension, 0
         return None
+
+    def _content(self, index: int, column: str, number: int) -> tuple[Callable[[], bytes] | None, str]:
+        return partial(self._read, index, column), f"{self._samples[index][1]}.{column}"
+
+
+def _merged_schema(files: Sequence[Path]) -> Any:
+    """Return the columns of all files; rows of files without a column have null.
+
+    A column has its type in the first file if its types cannot be merged; `datasets` casts it.
+    """
+    import pyarrow as arrow
+
+    schemas, columns = list(map(_schema_of, files)), dict[str, Any]()
+    for field in chain(*schemas):
+        both = [arrow.schema([columns.get(field.name, field)]), arrow.schema([field])]
+        with suppress(arrow.ArrowTypeError):
+            columns[field.name] = arrow.unify_schemas(both, promote_options="permissive").field(0)
+    return arrow.schema(list(columns.values()), metadata=schemas[0].metadata)
 
 
 def _schema_of(file: Path) -> Any:

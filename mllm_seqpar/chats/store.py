@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar.digests import digest_of
-from mllm_seqpar.errors import PASSED, ConfigError, DataError, writing
+from mllm_seqpar.errors import ConfigError, DataError, reading, writing
 from mllm_seqpar.sharding import FrameSizes, Spans, describe_spans, join_spans
-from mllm_seqpar.videos.files import atomic_write, reading_index, require_made_with, write_json
+from mllm_seqpar.videos.files import atomic_write, require_made_with, write_json
 
 _TENSOR = "embeds"
 _ELSEWHERE = "give --features another directory"
@@ -60,7 +60,7 @@ class Store:
     @contextmanager
     def reading_index(self) -> Iterator[Any]:
         """Yield the index; raise DataError if it is damaged, or lacks an entry that is read inside."""
-        with reading_index(self.index, self.ROWS, self.IF_DAMAGED):
+        with reading(f"{self.index}: not an index of {self.ROWS}", self.IF_DAMAGED):
             yield json.loads(self.index.read_text())
 
     def writing(self) -> AbstractContextManager[None]:
@@ -102,16 +102,11 @@ def read_segments(out: Tensor, segments: Iterable[Segment], identity: str, remed
 
     done = 0
     for start, stop, path, first in segments:
-        try:
-            with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("identity") != identity:
-                    raise DataError(f"{path}: from another run; {remedy}")
-                (name,) = file.keys()  # a tower's in version 0.2 was `states`
-                out[done : done + stop - start] = file.get_slice(name)[first : first + stop - start]
-        except PASSED:
-            raise
-        except Exception as error:
-            raise DataError(f"{path}: damaged ({error}); {remedy}") from error
+        with reading(f"{path}: damaged", remedy), safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("identity") != identity:
+                raise DataError(f"{path}: from another run; {remedy}")
+            (name,) = file.keys()  # a tower's in version 0.2 was `states`
+            out[done : done + stop - start] = file.get_slice(name)[first : first + stop - start]
         done += stop - start
     return out
 
@@ -219,6 +214,9 @@ class FeatureStore(Store):
 
     The features have the shape (total_frames, tokens_per_frame, hidden), or, if frames differ in size, (tokens of all,
     1, hidden). `sizes` are the rows of each frame; `meta` is the writer's metadata.
+
+    Raises:
+        DataError: there is no store, or some of its files are missing, damaged or of another run; names them.
     """
 
     INDEX = "features.json"
@@ -228,6 +226,10 @@ class FeatureStore(Store):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         super().__init__(directory)
+        if not self.index.exists():
+            shards = len(list(self.directory.glob("features-*-of-*.safetensors")))
+            contents = f"{shards} shards but no index, so rank 0 did not finish" if shards else "no features"
+            raise DataError(f"{directory}: {contents} ({self.INDEX} is missing); {self.IF_DAMAGED}")
         with self.reading_index() as index:
             self.total_frames: int = index["total_frames"]
             self.tokens_per_frame: int = index["tokens_per_frame"]
@@ -236,14 +238,18 @@ class FeatureStore(Store):
             self.meta: dict[str, Any] = index["meta"]
             self.dtype: torch.dtype = getattr(torch, index["dtype"])
             self._identity: str = index["identity"]
-            self._rows_of_file: dict[Path, int] = {}
             self._segments: list[Segment] = []
+            rows_of_file: dict[Path, int] = {}
             for entry in index["files"]:
                 path, rows = self.directory / entry["file"], 0
                 for start, stop in self.sizes.units(join_spans((a, b) for a, b in entry["ranges"])):
                     self._segments.append(Segment(start, stop, path, rows))
                     rows += stop - start
-                self._rows_of_file[path] = rows
+                rows_of_file[path] = rows
+        faults = [(path.name, self._fault(path, rows)) for path, rows in rows_of_file.items()]
+        if unusable := [f"{name} ({fault})" for name, fault in faults if fault]:
+            listed = f"{len(unusable)} of {len(faults)} shards cannot be used: {', '.join(unusable[:4])}"
+            raise DataError(f"{directory}: {listed}; {self.IF_DAMAGED}")
 
     def read(self, *frames: tuple[int, int], device: str | torch.device = "cpu") -> Tensor:
         """Return the frames of some ranges (start, stop), one range after another, (rows, tokens, hidden).
@@ -316,17 +322,7 @@ def _is_one_range(segments: Sequence[Segment]) -> bool:
 
 def open_features(directory: str | os.PathLike[str]) -> FeatureStore:
     """Open a store whose files are complete and belong to one run; otherwise a DataError names the files."""
-    folder, again = Path(directory), FeatureStore.IF_DAMAGED
-    if not (folder / FeatureStore.INDEX).exists():
-        shards = len(list(folder.glob("features-*-of-*.safetensors")))
-        contents = f"{shards} shards but no index, so rank 0 did not finish" if shards else "no features"
-        raise DataError(f"{folder}: {contents} ({FeatureStore.INDEX} is missing); {again}")
-    store = FeatureStore(folder)
-    faults = [(path.name, store._fault(path, rows)) for path, rows in store._rows_of_file.items()]
-    if unusable := [f"{name} ({fault})" for name, fault in faults if fault]:
-        listed = ", ".join(unusable[:4])
-        raise DataError(f"{folder}: {len(unusable)} of {len(faults)} shards cannot be used: {listed}; {again}")
-    return store
+    return FeatureStore(directory)
 
 
 def save_features(

@@ -41,11 +41,7 @@ class CalibrateOptions(CommandOptions):
 
 
 def measure(argv: Sequence[str]) -> None:
-    """Measure, and write the cluster file that the options in `argv` name. Every rank calls this.
-
-    Raises:
-        SeqParError: on invalid options, a file that cannot be written, or if the ranks disagree.
-    """
+    """Measure, and write the cluster file that the options in `argv` name. Every rank calls this."""
 
     def read() -> CalibrateOptions:
         return parse_options(

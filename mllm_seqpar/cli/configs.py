@@ -26,11 +26,7 @@ class ConfigsOptions(CommandOptions):
 
 
 def configs(argv: Sequence[str]) -> None:
-    """Print the paths of the configuration files, or copy them to the directory that `argv` names.
-
-    Raises:
-        ConfigError: on invalid options, or a directory that is not empty.
-    """
+    """Print the paths of the configuration files, or copy them to the directory that `argv` names."""
     args = parse_options(
         ConfigsOptions,
         argv,

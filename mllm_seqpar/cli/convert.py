@@ -65,11 +65,7 @@ class ConvertOptions(CommandOptions):
 
 
 def convert(argv: Sequence[str]) -> None:
-    """Write the directory that the command line `argv` describes. An interrupted run leaves no incomplete directory.
-
-    Raises:
-        SeqParError: on invalid options, or weights that do not exactly match the model.
-    """
+    """Write the directory that the command line `argv` describes. An interrupted run leaves no incomplete directory."""
     args = parse_options(
         ConvertOptions,
         argv,

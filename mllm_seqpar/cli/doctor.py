@@ -76,11 +76,7 @@ class DoctorOptions(CommandOptions):
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print the findings, on rank 0; return 1 if something is wrong. The ranks that it starts call this too.
-
-    Raises:
-        ConfigError: on invalid options.
-    """
+    """Print the findings, on rank 0; return 1 if something is wrong. The ranks that it starts call this too."""
     args = parse_options(
         DoctorOptions,
         argv,

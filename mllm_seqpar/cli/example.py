@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.chats.multiple_choice import LETTERS, MultipleChoice
-from mllm_seqpar.chats.needle import (
-    COLOURS,
-    QUESTION,
-    NeedleVideo,
-    make_needle_videos,
-    make_tokenizer,
-)
+from mllm_seqpar.chats.needle import COLOURS, QUESTION, NeedleVideo, make_needle_videos, make_tokenizer
 
 from .options import CommandOptions, option, parse_options
 from .outputs import new_directory
@@ -58,11 +52,7 @@ class ExampleOptions(CommandOptions):
 
 
 def example(argv: Sequence[str]) -> None:
-    """Write the example that the options in `argv` describe, and print the answer about its long video.
-
-    Raises:
-        ConfigError: on invalid options, or a directory that is not empty.
-    """
+    """Write the example that the options in `argv` describe, and print the answer about its long video."""
     options = parse_options(
         ExampleOptions,
         argv,
@@ -89,10 +79,8 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
         "long": (1, (options.long_frames, options.long_frames)),
     }
     videos = {
-        name: make_needle_videos(
-            folder / "videos" / name, count, frames=frames, size=FRAME_SIZE, seed=options.seed + number
-        )
-        for number, (name, (count, frames)) in enumerate(kinds.items(), 1)
+        name: make_needle_videos(folder / "videos" / name, count, frames=frames, size=FRAME_SIZE, seed=seed)
+        for seed, (name, (count, frames)) in enumerate(kinds.items(), options.seed + 1)
         if count
     }
     training = [*videos["short"], *videos.get("longer", [])]
@@ -108,7 +96,7 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
     return long
 
 
-def save_model(folder: Path, seed: int, gate: str | None = "vector") -> None:
+def save_model(folder: Path, seed: int) -> None:
     """Write a model of two layers of width 128, with 2 query heads and one KV head, and its processor."""
     import torch
     from transformers import SiglipVisionConfig
@@ -132,7 +120,7 @@ def save_model(folder: Path, seed: int, gate: str | None = "vector") -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        gate=gate,
+        gate="vector",
         rope_parameters={"rope_type": "default", "rope_theta": 1e12},
         initializer_range=0.1,
         tie_word_embeddings=False,

@@ -76,23 +76,18 @@ class CommandOptions:
 
     def _refuse_unused(self, name: str, reason: str) -> None:
         """Raise ConfigError if the option `name` differs from its default, for options that would have no effect."""
-        default = next(item.default for item in dataclasses.fields(self) if item.name == name)  # type: ignore[arg-type]
         value = getattr(self, name)
-        if value == default:
+        if value == type(self).__dataclass_fields__[name].default:  # type: ignore[attr-defined]
             return
         if isinstance(value, bool):
-            given = f"--{name}" if value else f"--no_{name}"
+            option = f"--{name}" if value else f"--no_{name}"
         else:
-            given = f"--{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
-        raise ConfigError(f"{given} would have no effect: {reason}")
+            option = f"--{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
+        raise ConfigError(f"{option} would have no effect: {reason}")
 
 
 def parse_tile(text: str | None) -> tuple[int, int] | None:
-    """Return the mesh shape that --tile gives: "2x4" becomes (2, 4).
-
-    Raises:
-        ConfigError: if `text` is not two numbers joined by "x".
-    """
+    """Return the mesh shape that --tile gives: "2x4" becomes (2, 4)."""
     if text is None:
         return None
     a, _, b = text.lower().partition("x")
@@ -104,19 +99,11 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
 def parse_options(
     kind: type[Arguments], argv: Sequence[str], *, prog: str, description: str, example: str = "", ranks: bool = False
 ) -> Arguments:
-    """Return the options in `argv` (without the program's name) as an instance of `kind`.
+    """Return the options in `argv` as an instance of `kind`, a dataclass whose fields are made by `option`.
 
     A bool has a second form --no_NAME. An option with a tuple type may be repeated, and takes several values after one
-    name if they are numbers or have choices; without a default, they are given without its name. See `Parser`.
-
-    Args:
-        kind: a dataclass whose fields are made by `option`.
-        argv: the arguments.
-        prog, description, example: texts of --help.
-        ranks: whether --help shows --num_processes; see `show_ranks_option`.
-
-    Raises:
-        ConfigError: on an unknown or repeated option, a value of the wrong type, or a value that `kind` refuses.
+    name if they are numbers or have choices; without a default, they are given without its name. With `ranks`, --help
+    shows --num_processes. `Parser` and `kind` refuse wrong options with ConfigError.
     """
     # SUPPRESS leaves absent options out of the namespace: the dataclass has the defaults.
     parser = Parser(prog=prog, description=description, example=example, argument_default=argparse.SUPPRESS)
@@ -139,12 +126,8 @@ def show_ranks_option(parser: argparse.ArgumentParser) -> None:
 def canonical_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """Return `argv` with the hyphens in the names of the parser's options replaced by underscores.
 
-    Args:
-        parser: any parser whose options are named with underscores, such as `HfArgumentParser`.
-        argv: the arguments; values, positional arguments and unknown names are returned unchanged.
-
-    Raises:
-        ConfigError: an option is repeated, of which only the last value would count.
+    The parser may be of any class, such as `HfArgumentParser`, whose options are named with underscores. A repeated
+    option, of which only the last value would count, raises ConfigError.
     """
     known, seen = options_of(parser), set()
     result = list(argv)
@@ -215,25 +198,17 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         try:
-            found, unknown = self.parse_known_args(args, copy.copy(namespace))
+            values, unknown = self.parse_known_args(args, copy.copy(namespace))
         except ConfigError:
-            unknown = self._unknown(args, namespace)  # a misspelled option and a missing one may be the same
+            # An option that is missing may be misspelled. After this error, the parser is not used again.
+            for action in self._actions:
+                action.required = False
+            unknown = self.parse_known_args(args, copy.copy(namespace))[1]
             if not unknown:
                 raise
         if unknown:
             self.error(unrecognized(self, unknown))
-        return found
-
-    def _unknown(self, args: Any, namespace: Any) -> list[str]:
-        """Return the arguments that the parser does not have, whether or not others are missing."""
-        required = [action for action in self._actions if action.required]
-        try:
-            for action in required:
-                action.required = False
-            return self.parse_known_args(args, copy.copy(namespace))[1]
-        finally:
-            for action in required:
-                action.required = True
+        return values
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after --help. The exception refers to the parser, whose options `completion` completes."""

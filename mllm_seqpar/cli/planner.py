@@ -10,7 +10,7 @@ from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.cluster import read_cluster
-from mllm_seqpar.planner.descriptions import find_file, known_files
+from mllm_seqpar.planner.descriptions import known_files
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import BASE_BYTES, SELF_ATTENTION, TARGETS, TRAINED, Workload
@@ -142,11 +142,7 @@ def _frame_tokens(model: ModelSizes, text: str, frames: int) -> int | tuple[int,
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits.
-
-    Raises:
-        SeqParError: on invalid options.
-    """
+    """Print the plan for the options in `argv`; return 0, or 1 if nothing fits."""
     args = parse_options(
         PlanOptions,
         argv,
@@ -155,7 +151,7 @@ def plan(argv: Sequence[str]) -> int:
         "The exit status is 1 if none fits.",
         example="mllm-seqpar plan --model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4",
     )
-    model = read_model(find_file("model", args.model))
+    model = read_model(args.model)
     if model.decoder_only and args.strategy:
         raise ConfigError(
             f"--strategy: {model.name} has no cross-attention, which it is for; leave it out, and pass "

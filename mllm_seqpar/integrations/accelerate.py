@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from mllm_seqpar._compat import (
     CP_HOOKS,
@@ -87,18 +89,16 @@ def disable_context_parallelism(accelerator: Any) -> None:
     if not CP_HOOKS.applies():
         return
     keep_attention(accelerator)
-    if FLATTENED_MESH.applies():
-        accelerator.prepare = _without_mesh_warning(accelerator.prepare)
+    prepare = accelerator.prepare
 
-
-def _without_mesh_warning(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def quiet(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
             return prepare(*args, **kwargs)
 
-    return quiet
+    if FLATTENED_MESH.applies():
+        accelerator.prepare = quiet
 
 
 def launched_with_fsdp2() -> bool:
@@ -120,15 +120,14 @@ def shard_weights_by_fsdp2(enabled: bool) -> Iterator[None]:
         yield
         return
     refuse_fsdp1_config("--shard_weights")
-    before = {name: os.environ.get(name) for name in _FSDP2}
+    before = {name: os.environ[name] for name in _FSDP2 if name in os.environ}
     os.environ.update(_FSDP2)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        for name in _FSDP2:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def refuse_fsdp1_config(caller: str) -> None:
@@ -164,14 +163,12 @@ def enable_fsdp2_on_cpu(accelerator) -> None:
 @contextmanager
 def without_launched_parallelism(cpu: bool) -> Iterator[None]:
     """On CPU, hide the launch config's parallelism from the `Accelerator` created inside, which would refuse it."""
-    name, hidden = "ACCELERATE_USE_PARALLELISM_CONFIG", None
-    if cpu and PARALLELISM_ON_CPU.applies():
-        hidden = os.environ.pop(name, None)
+    name = "ACCELERATE_USE_PARALLELISM_CONFIG"
+    hidden = {name: os.environ.pop(name)} if cpu and PARALLELISM_ON_CPU.applies() and name in os.environ else {}
     try:
         yield
     finally:
-        if hidden is not None:
-            os.environ[name] = hidden
+        os.environ.update(hidden)
 
 
 def set_parallelism_on_cpu(accelerator, parallelism) -> None:
@@ -218,15 +215,14 @@ def allocate(model: nn.Module) -> nn.Module:
     needs them, because it finds the parameters of an optimizer by their addresses, and on the meta device all addresses
     are 0.
     """
-    made: dict[int, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                    )
-                module._parameters[name] = made[id(parameter)]
+                if parameter not in made:
+                    values = torch.empty_like(parameter, device="cpu")
+                    made[parameter] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
@@ -251,8 +247,6 @@ def set_fsdp_units(accelerator, model: nn.Module) -> None:
         _check_efficient_loading(model)
         allocate(model)  # transformers leaves weights that a checkpoint lacks on the meta device, except on rank 0
     if accelerator.mixed_precision == "bf16":
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         # accelerate would reduce gradients in bf16 too, with a rounding error that grows with the number of ranks.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if plugin.transformer_cls_names_to_wrap is None:
@@ -275,8 +269,6 @@ def _check_efficient_loading(model: nn.Module) -> None:
 
 def require_sharded(model: nn.Module) -> None:
     """Raise ConfigError unless this rank holds a shard of every parameter, as a DTensor."""
-    from torch.distributed.tensor import DTensor, Shard
-
     whole = [
         name
         for name, parameter in model.named_parameters()
@@ -312,8 +304,6 @@ def reshard(model: nn.Module) -> None:
     FSDP2 keeps the outermost parameters (embeddings, final norm, head) gathered after forward, because backward would
     need them at once. After an evaluation nothing frees them, and a checkpoint would find whole parameters.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -67,8 +67,7 @@ def load_model(
         return load_clean(cls.from_pretrained, folder, f"--model {folder}", config=config, **options)[0]
 
     with _reading(folder, RuntimeError):
-        stored = None if options else _stored_elements(folder)
-        if stored is not None and _elements(cls, config) not in (None, stored):
+        if not options and _sizes_differ(folder, cls, config):
             load(dtype=dtype, device_map="meta")  # compares names and shapes before anything is built or read
         return load(dtype=dtype, **options)
 
@@ -84,26 +83,21 @@ def context_length(config: Any) -> int | None:
     return longest
 
 
-def _stored_elements(folder: Path) -> int | None:
-    """Return the number of elements of all tensors in the safetensors files of a directory; None without such files."""
+def _sizes_differ(folder: Path, cls: Any, config: Any) -> bool:
+    """Return whether the safetensors files of a directory state other sizes than a model has, by their headers."""
     from safetensors import safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    total = 0
-    for path in files:
+    stored = 0
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
-    return total if files else None
-
-
-def _elements(cls: Any, config: Any) -> int | None:
-    """Return the number of elements of all parameters and saved buffers of a model; None if that takes its weights."""
+            stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(config))
     except Exception:  # noqa: BLE001 - of a class that computes while it is built; loading reports what is wrong
-        return None
-    return sum({id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}.values())
+        return False
+    sizes = {id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}
+    return stored not in (0, sum(sizes.values()))
 
 
 def model_class(folder: Path) -> tuple[Any, Any]:

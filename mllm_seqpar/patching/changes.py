@@ -81,7 +81,7 @@ class Patch:
         size = self.context.config.mlp_chunk_size
         if size is not None:
             for module in modules:
-                self.set(module, "forward", _chunked_forward(module, size))
+                self.set(module, "forward", types.MethodType(_chunked_forward(module.forward, size), module))
 
     def guard(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
         """Make it an error to call `sites`, or a module that contains one of them, outside of the model's forward.
@@ -190,14 +190,12 @@ def _attends(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
     return known[module]
 
 
-def _chunked_forward(module: nn.Module, size: int) -> Any:
-    unpatched = module.forward
-
+def _chunked_forward(unpatched: Callable[..., Tensor], size: int) -> Callable[..., Tensor]:
     @functools.wraps(unpatched)
     def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
         return run_in_chunks(TokenwiseFunction(unpatched, [self], self), size, *inputs)
 
-    return types.MethodType(forward, module)
+    return forward
 
 
 def _refuse_copy(protocol: int) -> Any:

@@ -22,7 +22,6 @@ from mllm_seqpar.errors import AdapterError, ConfigError
 from mllm_seqpar.fsdp_units import refuse_other_sharding
 from mllm_seqpar.kernels.registry import kernel_by_name
 from mllm_seqpar.runtime.context import SeqParContext
-from mllm_seqpar.runtime.strategy_selector import StrategySelector
 
 from .changes import Patch
 from .registry import Adapter, find_adapter
@@ -104,7 +103,10 @@ def patch_model(
 
     adapter, inner, context = agree(comm, "patch_model", check, _common_facts)
     _ = comm.nodes  # gathered here, once, rather than by the first layer
-    context = replace(context, selector=_selector(context))
+    if context.config.cluster is not None or "auto" in (context.config.strategy, context.config.self_attention):
+        from mllm_seqpar.planner.auto import selector_for  # not at the top: the core does not depend on the planner
+
+        context = replace(context, selector=selector_for(context.config, comm))
     patch = Patch(adapter.name, context)
 
     def install() -> None:
@@ -173,23 +175,9 @@ def _resolve_config(strategy: str | None, config: SeqParConfig | None, options: 
     return resolved
 
 
-def _selector(context: SeqParContext) -> StrategySelector | None:
-    config = context.config
-    if config.cluster is None and "auto" not in (config.strategy, config.self_attention):
-        return None
-    from mllm_seqpar.planner.auto import selector_for  # not at the top: the core does not depend on the planner
-
-    return selector_for(config, context.comm)
-
-
 def _common_facts(checked: tuple[Adapter, nn.Module, SeqParContext]) -> dict[str, object]:
     """Return what all ranks must have in common."""
     adapter, inner, context = checked
-    facts = {"model": f"{adapter.name} {type(inner).__name__}", "parameters": f"{_parameter_fingerprint(inner):x}"}
+    parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in inner.named_parameters()]
+    facts = {"model": f"{adapter.name} {type(inner).__name__}", "parameters": f"{fingerprint(' '.join(parameters)):x}"}
     return facts | vars(context.config)
-
-
-def _parameter_fingerprint(model: nn.Module) -> int:
-    """Return a hash of the names, shapes, dtypes and `requires_grad` of all parameters."""
-    facts = (f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in model.named_parameters())
-    return fingerprint(" ".join(facts))

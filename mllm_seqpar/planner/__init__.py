@@ -8,12 +8,7 @@ call for a parallel spec and takes the fastest, and `plan` estimates a whole ste
 from mllm_seqpar.runtime.strategy_selector import VisualProjection
 from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 
-from .call_cost import (
-    AttentionCall,
-    Candidate,
-    Selection,
-    select_strategy,
-)
+from .call_cost import AttentionCall, Candidate, Selection, select_strategy
 from .cluster import Cluster, read_cluster, write_cluster
 
 __all__ = [

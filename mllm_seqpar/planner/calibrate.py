@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
-from mllm_seqpar.kernels import KernelOption, KernelRate, choose_kernel, kernel_names
+from mllm_seqpar.kernels import FinalRows, KernelOption, KernelRate, choose_kernel, kernel_names
 from mllm_seqpar.masks import Intervals
 
 from .cluster import Cluster
@@ -61,19 +61,12 @@ def calibrate(
     name: str = "measured",
     links_of: Cluster | None = None,
 ) -> Cluster:
-    """Measure rates and links. Collective; takes less than half a second once connections are established.
+    """Measure rates and links; return the same Cluster on every rank. Collective; takes less than half a second once
+    connections are established.
 
-    Returns the same Cluster on every rank. If all ranks share a node, the network is given the speed of the node's
-    links, and the other way round if every rank has its own node. A single rank cannot measure links; `Cluster.links`
-    records this.
-
-    Args:
-        comm: the group.
-        device: where the ranks compute, and what they send from.
-        shape: the attention to measure.
-        name: the name of the cluster.
-        links_of: a cluster that the same ranks have measured on the same device. Its links and memory are taken over,
-            and only the rates of kernels are measured.
+    If all ranks share a node, the network is given the speed of the node's links, and the other way round if every
+    rank has its own node. A single rank cannot measure links; `Cluster.links` records this. `links_of` is a cluster
+    that the same ranks have measured on the same device, whose links and memory are taken over.
     """
     if comm.ring != tuple(range(comm.size)):
         comm = Subgroup(comm, comm.ring)  # neighbours as schedules choose them
@@ -87,10 +80,9 @@ def calibrate(
             return replace(links_of, **rates, source=source)
         counts = {comm.nodes.count(node) for node in comm.nodes}
         per_node = counts.pop() if len(counts) == 1 else 1  # nodes of several sizes: all links count as network
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
         if meter.on_gpu:
             memory = torch.cuda.get_device_properties(meter.device).total_memory
-        else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
         return Cluster(
             name=name,
             gpus_per_node=per_node,
@@ -110,9 +102,8 @@ def kernel_rates(comm: Communicator, *, device: torch.device | str, shape: Atten
     device, rates = torch.device(device), []
     rows, frames, tokens = BLOCK[device.type]
     for dim, masked, name in product(sorted({shape.dim, *HEAD_DIMS}), (False, True), kernel_names()):
-        meter, block, mask = _Meter(comm, device, replace(shape, dim=dim, kernel=name)), None, None
-        if masked:
-            mask = stairs(rows, frames, tokens)
+        meter, block = _Meter(comm, device, replace(shape, dim=dim, kernel=name)), None
+        mask = stairs(rows, frames, tokens) if masked else None
         try:
             block = meter.block(rows, frames * tokens, mask)
             block.backward()
@@ -134,20 +125,18 @@ def stairs(rows: int, frames: int, tokens: int) -> Intervals:
 
 
 class _Block(NamedTuple):
-    """The attention of a block: the kernel, functions that compute it, and visible entries x heads x head dim."""
+    """The attention of a block, and functions that compute it."""
 
     kernel: str
     forward: Callable[[], object]
     backward: Callable[[], object]
-    work: int
+    work: int  # visible entries x heads x head dim
 
 
 class _Link(NamedTuple):
-    """Bytes/s, seconds to the first byte, and seconds of posting a transfer."""
-
-    rate: float
-    latency: float
-    overhead: float
+    rate: float  # bytes/s
+    latency: float  # seconds to the first byte
+    overhead: float  # seconds of posting a transfer
 
 
 class _Meter:
@@ -194,12 +183,12 @@ class _Meter:
         a @ a
         copied = torch.zeros(2**28 if self.on_gpu else 2**24, dtype=torch.uint8, device=self.device)
         copy = copied.clone()
-        names = [("attention_forward", "attention_backward"), ("masked_forward", "masked_backward")]
-        measured = dict(zip(names[0], self.rates_of(block), strict=True))
+        forward, backward = self.rates_of(block)
+        measured = {"attention_forward": forward, "attention_backward": backward}
         if self.on_gpu:
             rows, frames, tokens = BLOCK["cuda"]
-            masked = self.block(rows, frames * tokens, stairs(rows, frames, tokens))
-            measured |= dict(zip(names[1], self.rates_of(masked), strict=True)) | {"tower": self.tower_rate(**TOWER)}
+            forward, backward = self.rates_of(self.block(rows, frames * tokens, stairs(rows, frames, tokens)))
+            measured |= {"masked_forward": forward, "masked_backward": backward, "tower": self.tower_rate(**TOWER)}
         return measured | {
             "block_overhead_s": self.seconds(self.block(1, 1).forward),
             "matmul": 2 * size**3 / self.seconds(lambda: a @ a),
@@ -221,11 +210,11 @@ class _Meter:
         kernel, _ = choose_kernel(shape.kernel, q, k, mask)
         options: dict[str, Any] = {"scale": shape.dim**-0.5, "intervals": mask}
         o, lse = kernel.forward(q, k, v, **options)
-        o, entries = o.to(q.dtype), rows * keys if mask is None else mask.visible
+        final, entries = FinalRows(q, o.to(q.dtype), lse, do), rows * keys if mask is None else mask.visible
         return _Block(
             kernel.name,
             lambda: kernel.forward(q, k, v, **options),
-            lambda: kernel.backward(do, q, k, v, o, lse, **options),
+            lambda: kernel.backward(final, k, v, **options),
             entries * shape.heads * shape.dim,
         )
 

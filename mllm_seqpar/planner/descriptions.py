@@ -103,12 +103,14 @@ def _check(types: tuple[type, ...], item: Field[Any], value: Any) -> tuple[bool,
 def find_file(what: str, name: str) -> Path:
     """Return the path `name`, or the file that `name` stands for ("a100-80g-4x4" in configs/clusters).
 
-    `what` is "model" or "cluster". A model may be an id on the Hub, of which only the config.json is downloaded. A
-    ConfigError lists the known names.
+    `what` is "model" or "cluster". A model may be a directory, or an id on the Hub, of which only the config.json is
+    downloaded. A ConfigError lists the known names.
     """
-    path = CONFIGS / f"{what}s" / f"{name}.yaml"
-    if Path(name).exists() or path.is_file():
-        return Path(name) if Path(name).exists() else path
+    path, known = Path(name), CONFIGS / f"{what}s" / f"{name}.yaml"
+    if path.is_file() or (what == "model" and path.is_dir()):
+        return path
+    if known.is_file():
+        return known
     if what == "model" and (config := local_config(name)) != name:
         return Path(config)
     near = did_you_mean(name, known_files(what).split(", "))
@@ -120,13 +122,10 @@ def known_files(what: str) -> str:
     return ", ".join(sorted(path.stem for path in (CONFIGS / f"{what}s").glob("*.yaml"))) or "none"
 
 
-def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; raise ConfigError if it is missing, invalid or not a mapping."""
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; raise ConfigError if it is invalid or not a mapping."""
     import yaml  # imported here, because simulating needs no YAML
 
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path}; see configs/{what}s for examples")
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

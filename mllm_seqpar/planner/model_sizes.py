@@ -20,7 +20,7 @@ from typing import NamedTuple
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.families import built_in_sizes
 
-from .descriptions import Description, number, one_of, read_yaml
+from .descriptions import Description, find_file, number, one_of, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,11 @@ class VisionSizes(Description):
             raise ConfigError(f"{self.full_layers} full_layers are more than {self.layers} layers")
 
     @property
+    def merged(self) -> int:
+        """Tokens of the tower in a visual token."""
+        return self.tokens // (self.keys - self.separators)
+
+    @property
     def parameters(self) -> int:
         return self.layers * (4 * self.width**2 + self.mlp_matrices * self.width * self.mlp_inner)
 
@@ -160,21 +165,13 @@ class ResamplerSizes(Description):
 
 
 class LinearLayers(NamedTuple):
-    """Linear layers of all equal layers of one kind.
+    """Linear layers of all equal layers of one kind."""
 
-    Attributes:
-        target: what adapters name them by: attention, mlp, cross, or connector (behind the tower).
-        part: the part of a step that they belong to.
-        layers: the number of equal layers.
-        channels: (input, output) of each linear layer of one of them.
-        visual: whether they compute on visual tokens, `VisionSizes.keys` to a frame, instead of text tokens.
-    """
-
-    target: str
-    part: str
+    target: str  # what adapters name them by: attention, mlp, cross, or connector (behind the tower)
+    part: str  # of a step
     layers: int
-    channels: tuple[tuple[int, int], ...]
-    visual: bool = False
+    channels: tuple[tuple[int, int], ...]  # (input, output) of each linear layer of one of them
+    visual: bool = False  # computed on visual tokens, `VisionSizes.keys` to a frame, instead of text tokens
 
     @property
     def parameters(self) -> int:
@@ -226,17 +223,12 @@ class ModelSizes(Description):
             )
         if count <= self.vision.separators:
             raise ConfigError(f"frame_tokens: {count} is not above the {self.vision.separators} separators of a frame")
-        tokens = (count - self.vision.separators) * self._patches
+        tokens = (count - self.vision.separators) * self.vision.merged
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
-
-    @property
-    def _patches(self) -> int:
-        """Tokens of the tower in a visual token."""
-        return self.vision.tokens // (self.vision.keys - self.vision.separators)
 
     def tokens_of_image(self, height: int, width: int) -> int:
         """Return the visual tokens of an image whose sides are rounded to whole tokens (`keys_vary`)."""
-        side = self.vision.patch * isqrt(self._patches)
+        side = self.vision.patch * isqrt(self.vision.merged)
         return max(1, round(height / side)) * max(1, round(width / side)) + self.vision.separators
 
     @cached_property
@@ -273,23 +265,16 @@ class ModelSizes(Description):
         return layers + self.text.embeddings + self.vision.parameters
 
 
-def read_model(path: str | Path) -> ModelSizes:
-    """Read a model file (YAML, the sections of `ModelSizes`), a Hugging Face model directory, or its `config.json`.
+def read_model(name: str | Path) -> ModelSizes:
+    """Read a model file (YAML, the sections of `ModelSizes`), given its path or the name of one in configs/models; or a
+    Hugging Face model directory, or its `config.json`.
 
-    Raise ConfigError if there is no such file or its contents are invalid.
+    A file that is missing or invalid raises ConfigError. A `config.json` is read as JSON, so that planning needs no
+    model library. Each family translates its own configuration, by `Family.sizes`.
     """
-    path = Path(path)
-    if path.is_dir() or path.suffix == ".json":
-        return _read_hf_config(path)
-    return ModelSizes.build(read_yaml(path, "model"), str(path))
-
-
-def _read_hf_config(path: Path) -> ModelSizes:
-    """Return the sizes of a model directory, or of its `config.json`; raise ConfigError if they cannot be read.
-
-    The file is read as JSON, so that planning needs no model library. Each family translates its own configuration, by
-    `Family.sizes`.
-    """
+    path = find_file("model", str(name))
+    if path.is_file() and path.suffix != ".json":
+        return ModelSizes.build(read_yaml(path, "model"), str(path))
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"model: there is no {file}; pass a model directory, its config.json or a model file")

@@ -36,18 +36,13 @@ _ORDER = (*STRATEGIES, "local")
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan(Passes):
-    """The estimate of a step with one strategy.
+    """The estimate of a step with one strategy."""
 
-    `spec` has the fastest mesh shape that fits, `parts` the keys `PARTS` (a decoder-only model has no cross-attention,
-    and without `Cluster.layer_forward_s` there are no launches), `memory` the bytes of a rank by kind (`memory.KINDS`).
-    `max_frames` are the most frames that fit.
-    """
-
-    spec: ParallelSpec
-    parts: Mapping[str, Passes]
-    memory: Mapping[str, int]
+    spec: ParallelSpec  # with the fastest mesh shape that fits
+    parts: Mapping[str, Passes]  # by PARTS, of which a model without cross-attention, or a cluster, may lack some
+    memory: Mapping[str, int]  # bytes of a rank by kind (`memory.KINDS`)
     fits: bool
-    max_frames: int
+    max_frames: int  # the most that fit
 
     @property
     def memory_total(self) -> int:
@@ -56,24 +51,17 @@ class StrategyPlan(Passes):
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimates of all strategies for one workload on one cluster.
-
-    Attributes:
-        rows: one per strategy, of self-attention in a decoder-only model; rows that fit come first, the fastest first.
-        illegal: the reason by strategy.
-        text: the spec of self-attention, the same in all rows; of the first one in a decoder-only model.
-        min_gpus: the smallest power of two of GPUs on which `preferred`, which needs the least memory, fits; or None.
-    """
+    """The estimates of all strategies for one workload on one cluster."""
 
     workload: Workload
     cluster: Cluster
-    rows: tuple[StrategyPlan, ...]
-    illegal: Mapping[str, str]
-    text: ParallelSpec
-    min_gpus: int | None
+    rows: tuple[StrategyPlan, ...]  # of the part that is `compared`; those that fit come first, the fastest first
+    illegal: Mapping[str, str]  # the reason by strategy
+    text: ParallelSpec  # of self-attention, the same in all rows; of the first one in a decoder-only model
+    min_gpus: int | None  # the smallest power of two on which `preferred`, which needs the least memory, fits
 
     def cores_per_gpu(self, row: StrategyPlan) -> float:
-        """Return how many cores a GPU needs so that decoding the videos of a step takes no longer than the step."""
+        """Return how many cores decode the videos of a step, for each GPU, while the step runs."""
         workload = self.workload
         decoded = workload.batch * workload.frames / workload.gpus * workload.decode_per_frame
         return decoded / (self.cluster.decode_rate or DECODE_RATE) / row.seconds

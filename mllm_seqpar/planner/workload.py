@@ -117,11 +117,10 @@ class Workload(Description):
                 )
 
     def _read_frame_tokens(self) -> None:
-        """Set `frame_tokens`, None if all frames have as many, and the visual tokens of a frame of the model, or the
-        mean."""
-        given: Any = self.frame_tokens
-        tokens, frames = (given,) if isinstance(given, int) else tuple(map(int, given)), self.encoded_frames
-        if len(tokens) != frames and not isinstance(given, int):
+        """Set `frame_tokens`, None if all frames have as many, and the (mean) visual tokens of a frame of the model."""
+        stated: Any = self.frame_tokens
+        tokens, frames = (stated,) if isinstance(stated, int) else tuple(map(int, stated)), self.encoded_frames
+        if len(tokens) != frames and not isinstance(stated, int):
             raise ConfigError(f"frame_tokens: {len(tokens)} numbers for {frames} frames; give one for each frame")
         model, same = self.model, len(set(tokens)) == 1
         if not same or tokens[0] != model.vision.keys:
@@ -179,9 +178,8 @@ class Workload(Description):
         vision, frames = self.model.vision, self.local_frames
         if self.frame_tokens is None:
             return value(vision.tokens) * min(frames, at_once or frames)
-        patches = vision.tokens // (vision.keys - vision.separators)
         by_rank = (sorted(own * self.batch, reverse=True)[:at_once] for own in self._tokens_by_rank)
-        return max(sum(value((count - vision.separators) * patches) for count in own) for own in by_rank)
+        return max(sum(value((count - vision.separators) * vision.merged) for count in own) for own in by_rank)
 
     @property
     def features_bytes(self) -> int:

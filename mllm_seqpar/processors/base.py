@@ -10,13 +10,14 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import PROCESSOR_NAME
@@ -25,13 +26,25 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mllm_seqpar.chats.answer_tokens import Span, target_mask
 from mllm_seqpar.chats.chat import Chat, without_nulls
 from mllm_seqpar.chats.forms import plain_part
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.auto_classes import LocalCode, write_code
 
 Messages = Sequence[Mapping[str, Any]]
 
+PARTS = ("tokenizer", "image_processor", "chat_template")
+"""The arguments of `from_pretrained` that replace a part of a directory."""
+
 _MODALITIES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
 _MEDIA_KEYS = {"image": ("image", "url", "path", "base64"), "video": ("video", "url", "path")}
+TEXT_ARGUMENTS = {
+    *("padding", "padding_side", "pad_to_multiple_of", "max_length", "truncation", "return_tensors"),
+    *("return_attention_mask", "return_offsets_mapping", "add_special_tokens", "verbose"),
+}
+"""The arguments of tokenizers that the processors with placeholders for frames take."""
+
+TENSORS = ("pt", "np", None)
+"""The values of `return_tensors`: torch, numpy, or lists."""
+
 _SAVED_TEMPLATE = "has_chat_template"
 """Key of processor_config.json. A directory of the hub may have the chat template of its language model in a file of
 the same name, which is not that of the processor."""
@@ -80,10 +93,26 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         return ["image_processor", "tokenizer"]
 
     @classmethod
-    def saved_chat_template(cls, path: str | os.PathLike, **hub: Any) -> Any:
-        """Return the chat template that a processor saved with a directory; None if there is none."""
-        stated, _ = cls.get_processor_dict(path, **hub)
-        return stated.get("chat_template") if stated.get(_SAVED_TEMPLATE) else None
+    def _of_directory(
+        cls,
+        path: str | os.PathLike,
+        parts: Mapping[str, Any],
+        image_processor: Callable[[], Any],
+        *,
+        options: Mapping[str, Any],
+        hub: Mapping[str, Any],
+        **of_tokenizer: Any,
+    ) -> Self:
+        """Return the processor of a directory, with those of `parts` (of `PARTS`) that the caller has passed."""
+        template = parts["chat_template"]
+        if template is None:
+            stated, _ = cls.get_processor_dict(path, **hub)
+            template = stated.get("chat_template") if stated.get(_SAVED_TEMPLATE) else None
+        tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **of_tokenizer)
+        found = cls(parts["image_processor"] or image_processor(), tokenizer, chat_template=template, **options)
+        if parts["tokenizer"] is None:  # a published tokenizer has the chat template of its language model
+            tokenizer.chat_template = found.chat_template
+        return found
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
         """Write tokenizer, image processor, chat template and options to a directory; return the paths of the files."""
@@ -193,7 +222,13 @@ class NativeProcessor(LocalCode, ProcessorMixin):
         **variables: Any,
     ) -> tuple[list[str], list[list[Span]] | None]:
         """Return the text of each conversation and, if `marked`, the character ranges of its answers."""
-        template = self._resolve_template(chat_template)
+        template: str = self.chat_template if chat_template is None else chat_template
+        if isinstance(self.chat_template, Mapping):  # several by name
+            name = "default" if chat_template is None else chat_template
+            if chat_template is None and name not in self.chat_template:
+                names = ", ".join(sorted(self.chat_template))
+                raise DataError(f"there is no default chat template; pass chat_template, one of {names}")
+            template = self.chat_template.get(name, name)
         given = {"tools": tools, "documents": documents, **variables}
         unused = [
             name
@@ -227,15 +262,6 @@ class NativeProcessor(LocalCode, ProcessorMixin):
                 **(self.tokenizer.special_tokens_map | variables),
             )
         return texts, spans if marked else None
-
-    def _resolve_template(self, chat_template: str | None) -> str:
-        own = self.chat_template
-        if not isinstance(own, Mapping):
-            return own if chat_template is None else chat_template
-        name = "default" if chat_template is None else chat_template
-        if chat_template is None and name not in own:
-            raise DataError(f"there is no default chat template; pass chat_template, one of {', '.join(sorted(own))}")
-        return own.get(name, name)
 
     @classmethod
     def _arguments_of(cls, kind: str) -> set[str]:
@@ -287,24 +313,34 @@ def media_of(messages: Messages, kind: str) -> list[Any]:
     ]
 
 
-def flattened(media: Any, counts: Sequence[int], mark: str, noun: str) -> list[Any]:
-    """Return the media of all texts in one list; instead, one list for each text may be given.
+def flattened(media: Any, counts: Sequence[int], mark: str, noun: str, nested: bool | None = None) -> list[Any]:
+    """Return the media of all texts in one list.
+
+    Args:
+        media: one list, or a list for each text; None without media.
+        counts: the number of placeholders `mark` in each text.
+        nested: whether there is a list for each text; None: if an item is a list.
 
     Raises:
-        DataError: the number of media in a list is not the number of placeholders in its text.
+        DataError: the number of media in a list is not the number of placeholders.
     """
-    if not isinstance(media, (list, tuple)) or not any(isinstance(sample, (list, tuple)) for sample in media):
-        return list(media)
-    passed = [len(sample) if isinstance(sample, (list, tuple)) else None for sample in media]
-    if passed != list(counts):
+    listed = [] if media is None else list(media)
+    if nested is None:
+        nested = any(isinstance(sample, (list, tuple)) for sample in listed)
+    passed = [len(x) if isinstance(x, (list, tuple)) else "no list" for x in listed] if nested else len(listed)
+    if passed != (list(counts) if nested else sum(counts)):
         raise DataError(f"the texts have {list(counts)} {mark}, and {passed} {noun} were passed; pass one for each")
-    return [item for sample in media for item in sample]
+    return [item for sample in listed for item in sample] if nested else listed
+
+
+def is_video(item: Any) -> bool:
+    """Return whether an item of a list is a video, and not a frame of one."""
+    return isinstance(item, (str, os.PathLike, Mapping, list, tuple)) or getattr(item, "ndim", 0) == 4
 
 
 def returned(data: dict[str, Any], return_tensors: str | None) -> BatchFeature:
     """Return tensors as torch or numpy arrays, or as lists; raise DataError for another kind of tensors."""
-    if return_tensors not in ("pt", "np", None):
-        raise DataError(f"return_tensors is {return_tensors!r}; expected 'pt', 'np' or None")
+    require_one_of("return_tensors", return_tensors, TENSORS, kind=DataError)
     if return_tensors == "np":
         data = {name: np.asarray(value) for name, value in data.items()}
     elif return_tensors is None:

@@ -46,8 +46,9 @@ MAX_TEXT_MASK = 1 << 24
 ModelAttention = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor]
 """The unpatched model's attention to text: k, v (B, G, t, D), the decoder's mask, q (B, H, s, D), scale -> o."""
 
-TextMask = Literal["decoder", "causal", "intervals"]
-"""What says which tokens a row attends to, and thereby what computes the attention to text (`ForwardState.text_mask`).
+TextMaskKind = Literal["decoder", "causal", "intervals"]
+"""What says which tokens a row attends to, and thereby what computes the attention to text; see
+`ForwardState.text_mask_kind`.
 
 "decoder": the decoder's mask. The model's own attention computes text that this rank has whole.
 "causal": the order of the tokens alone. The model's own attention computes it without a mask.
@@ -66,7 +67,7 @@ class ForwardState:
         cached_text: window -> the mask of all rows against the tokens that this rank's cache has, in a pass with a
             cache whose text is sharded.
         visual_tokens: the embeddings of the visual tokens among this rank's rows, of a decoder-only model. The first
-            replace rows of the text (`embedded`), and layers add the others. Taking an entry out of the list frees its
+            replace rows of the text, and layers add the others. Taking an entry out of the list frees its
             memory.
         text_length: the number of text tokens so far, this pass included, in a pass with a cache. A static cache is
             longer.
@@ -99,19 +100,12 @@ class ForwardState:
         config = context.config
         self.shards_text = text is not None and config.shards_text
         self.torch_attends = context.comm.size == 1 and config.kernel == "auto"
-        self._text_masks: dict[int | None, TextMask] = {}
         self._text_specs: dict[Hashable, CallSpec] = {}
-        if text is not None and self.text_mask() == "intervals" and text.is_plain and cached_text is None:
+        if text is not None and self.text_mask_kind() == "intervals" and text.is_plain and cached_text is None:
             self._text_specs = context.specs_of_plain_text(type(text), text.length)
 
-    def text_mask(self, window: int | None = None) -> TextMask:
+    def text_mask_kind(self, window: int | None = None) -> TextMaskKind:
         """Return what says which tokens a row attends to in layers with this window, or without one in all layers."""
-        made = self._text_masks.get(window)
-        if made is None:
-            made = self._text_masks[window] = self._text_mask(window)
-        return made
-
-    def _text_mask(self, window: int | None) -> TextMask:
         text = self.text
         if text is None or not self.shards_text:  # this rank has all rows
             return "decoder" if self.cached_text is None else "intervals"
@@ -120,10 +114,6 @@ class ForwardState:
         if text.is_plain:
             return "causal" if window is None or window >= text.length else "intervals"
         return "decoder" if text.batch * text.length**2 <= MAX_TEXT_MASK else "intervals"
-
-    def embedded(self, embeds: Tensor) -> Tensor:
-        """Return the rows (B, s, C) with the embeddings of visual tokens among them, which the state then releases."""
-        return self.visual_tokens.pop(0).replace_rows(embeds) if self.visual_tokens else embeds
 
     def attend(self, q: Tensor, key_sets: Sequence[Keys], scale: float) -> Tensor:
         """q (B, H, s, D) -> o (B, H, s, D): one softmax over all keys on all ranks; 0 for rows that attend to none."""
@@ -134,18 +124,18 @@ class ForwardState:
         """Compute `attend` for each list of keys. Partial results that must be merged over ranks share one exchange."""
         (q,) = cast_for_attention(q)
         comm, config, selector = self.context.comm, self.context.config, self.context.selector
-        results: list[tuple[Tensor, Tensor | None] | None] = []  # no log-sum-exp from torch's own operators
+        by_torch: list[Callable[[Tensor, float], Tensor] | None] = []
         by_kernels: list[Sequence[Keys]] = []
-        for key_sets in softmaxes:
-            torch_attend = key_sets[0].torch_attend if len(key_sets) == 1 else None
+        for keys in softmaxes:
+            torch_attend = keys[0].torch_attend if len(keys) == 1 else None
+            by_torch.append(torch_attend)
             if torch_attend is None:
-                by_kernels.append(key_sets)
-            results.append(None if torch_attend is None else (torch_attend(q, scale), None))
-        found: list[tuple[Tensor, Tensor]] = []
+                by_kernels.append(keys)
+        results: list[tuple[Tensor, Tensor]] = []
         if by_kernels:
             # self_attention="local": every rank has all rows, and they are sharded for this attention only.
             local = None if self.shards_text else self.text
-            found = attend(
+            results = attend(
                 q if local is None else local.shard(q, 2),
                 by_kernels,
                 rows="replicated" if self.text is None and comm.size > 1 else "sharded",
@@ -155,13 +145,14 @@ class ForwardState:
                 recompute=config.recompute_attention,
             )
             if local is not None:
-                found = [(local.unshard(o, 2), lse) for o, lse in found]
-        outputs, rest = list[Tensor](), iter(found)
-        for key_sets, result in zip(softmaxes, results, strict=True):
-            o, lse = result or next(rest)
+                results = [(local.unshard(o, 2), lse) for o, lse in results]
+        outputs, of_kernels = list[Tensor](), iter(results)
+        for keys, torch_attend in zip(softmaxes, by_torch, strict=True):
+            # torch's own operators return no log-sum-exp
+            o, lse = next(of_kernels) if torch_attend is None else (torch_attend(q, scale), None)
             outputs.append(o)
             if self.recorder is not None:
-                self.recorder.add(q, key_sets, lse, scale)
+                self.recorder.add(q, keys, lse, scale)
         return outputs
 
     def text_keys(
@@ -180,13 +171,13 @@ class ForwardState:
             q: (B, H, s, D), the rows; for its shape.
             k, v: (B, G, t, D): of this rank's tokens, of all tokens, or what this rank's cache returned.
             window: the number of keys that a token attends to at most, itself included; None: all before it.
-            mask: the decoder's attention mask; read if `text_mask` is "decoder".
+            mask: the decoder's attention mask; read if `text_mask_kind` is "decoder".
             model_attention: the model's own attention, for text that one rank has. None: the block kernels.
         """
         k, v = cast_for_attention(k, v)
-        torch_attend, text_mask = None, self.text_mask(window)
-        if model_attention is not None and text_mask != "intervals":
-            torch_attend = functools.partial(model_attention, k, v, mask if text_mask == "decoder" else None)
+        torch_attend = None
+        if model_attention is not None and (kind := self.text_mask_kind(window)) != "intervals":
+            torch_attend = functools.partial(model_attention, k, v, mask if kind == "decoder" else None)
         if self.text_length is not None and self.cached_text is None:
             k, v = k[:, :, : self.text_length], v[:, :, : self.text_length]  # the rest of a static cache is empty
         key = q.shape, k.shape, k.dtype, window, torch.is_grad_enabled()
@@ -224,14 +215,14 @@ class ForwardState:
             blocks, lengths = text.blocks(window), (text.local,) * self.context.comm.size
             return self._spec("ring" if name == "auto" else name, candidates, blocks, lengths, q.shape, k.shape, k)
         if self.cached_text is not None:
-            found = self.cached_text(window)
+            block = self.cached_text(window)
         elif text is None:
-            found = decoder_mask(mask, q.shape[2], k.shape[2])
+            block = decoder_mask(mask, q.shape[2], k.shape[2])
         else:
-            found = text.local_mask(window)
+            block = text.local_mask(window)
         placement: Placement = "replicated" if self.cached_text is None else "sharded"
-        masks, dtype = BlockMasks.of_block(found), accumulation("auto", k.dtype)
-        return CallSpec((1, 1), masks, (k.shape[2],), dtype, placement=placement)
+        accumulate = accumulation("auto", k.dtype)
+        return CallSpec((1, 1), BlockMasks.of_block(block), (k.shape[2],), accumulate, placement=placement)
 
     def _frame_spec(self, q: Tensor, dtype: torch.dtype, frames: Frames, project: Projection) -> CallSpec:
         config, comm, masks, lengths = self.context.config, self.context.comm, frames.masks, frames.key_lengths

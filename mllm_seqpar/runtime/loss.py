@@ -59,12 +59,8 @@ def sharded_causal_lm_loss(
             f"labels are {tuple(shift_labels.shape)}; expected the shape of the text, {(text.batch, text.length)}"
         )
     ignore = IGNORE if ignore_index is None else ignore_index
-    if shift_labels.device.type == "cpu":
-        require_tokens(shift_labels, logits.shape[-1], ignore)
     local = copy_to_device(shift_labels if text is None else text.shard(shift_labels, 1, ignore), logits.device)
-    total = summed_cross_entropy(logits, local, ignore, target_weights(local) if target_weights else None)
-    total = total if text is None else group_sum(total, text.comm)
-    return mean_over_targets(total, shift_labels, num_items_in_batch, ignore)
+    return _loss_over_group(logits, local, shift_labels, text, num_items_in_batch, ignore, target_weights)
 
 
 def loss_of_targets(
@@ -90,8 +86,22 @@ def loss_of_targets(
     rows = (local != ignore).nonzero().flatten()
     rows, labels = copy_to_device(torch.stack([rows, local[rows].long()]), hidden.device)
     logits = head(hidden.flatten(0, 1).index_select(0, rows)[None])[0]
-    require_tokens(targets, logits.shape[-1], ignore)
-    total = summed_cross_entropy(logits, labels, weights=target_weights(labels) if target_weights else None)
+    return _loss_over_group(logits, labels, targets, text, num_items_in_batch, ignore, target_weights)
+
+
+def _loss_over_group(
+    logits: Tensor,
+    local: Tensor,
+    targets: Tensor,
+    text: TextShards | None,
+    num_items_in_batch: Tensor | int | None,
+    ignore: int,
+    target_weights: Callable[[Tensor], Tensor | None] | None,
+) -> Tensor:
+    """Return the loss of logits (..., V) and their labels `local` (...); `targets` (B, L) are those of all ranks."""
+    if targets.device.type == "cpu":
+        require_tokens(targets, logits.shape[-1], ignore)
+    total = summed_cross_entropy(logits, local, ignore, target_weights(local) if target_weights else None)
     total = total if text is None else group_sum(total, text.comm)
     return mean_over_targets(total, targets, num_items_in_batch, ignore)
 

@@ -60,7 +60,18 @@ def sharded_call(
     else:
         sizes, tokens = FrameSizes(mask.total_frames // max(1, units_per_frame), units_per_frame), per_frame
 
-    def check() -> tuple[Tensor, tuple[int, int]]:
+    (start, stop), *_ = sizes.spans(comm.size)[comm.rank] or ((0, 0),)
+    (first, last), *_ = sizes.units(((start, stop),))
+
+    def check_features(own: Tensor) -> None:
+        if own.dim() != 3 or own.shape[:2] != (last - first, tokens):
+            raise ShapeError(
+                f"sharded_call: features are {tuple(own.shape)}; rank {comm.rank} of {comm.size} holds "
+                f"{last - first} of {sizes.count()} {'frames' if tokens > 1 else 'units'} (frame_range), so "
+                f"({last - first}, {tokens}, width) is expected, with the mask's tokens per frame"
+            )
+
+    def check() -> None:
         refused = {"star": "needs the cache of a transformers model", "local": "does not shard the text"}
         if config.self_attention in refused:
             raise ConfigError(
@@ -72,9 +83,8 @@ def sharded_call(
                 f"sharded_call: the mask has {mask.total_frames} units, which is not a multiple of units_per_frame="
                 f"{units_per_frame}"
             )
-        (start, stop), *_ = sizes.spans(comm.size)[comm.rank] or ((0, 0),)
         if encode is None:
-            check_features(features, sizes.count(((start, stop),)))
+            check_features(features)
         elif len(features) != sizes.total:
             raise ShapeError(
                 f"sharded_call: {len(features)} frames were passed to be encoded, and the mask has {sizes.total}; pass "
@@ -82,25 +92,16 @@ def sharded_call(
             )
         if valid is not None and tuple(valid.shape) != (batch, length):
             raise ShapeError(f"sharded_call: valid is {tuple(valid.shape)}, the mask is for {(batch, length)} tokens")
-        return features[start:stop] if encode is not None else features, (start, stop)
-
-    def check_features(own: Tensor, units: int) -> None:
-        if own.dim() != 3 or own.shape[:2] != (units, tokens):
-            raise ShapeError(
-                f"sharded_call: features are {tuple(own.shape)}; rank {comm.rank} of {comm.size} holds "
-                f"{units} of {sizes.count()} {'frames' if tokens > 1 else 'units'} (frame_range), so ({units}, "
-                f"{tokens}, width) is expected, with the mask's tokens per frame"
-            )
 
     facts: dict[str, object] = {"samples": batch, "text tokens": length, "frames": mask.total_frames}
     facts |= {"tokens per frame": mask.sizes.fact, "grad mode": torch.is_grad_enabled()}
-    own, (start, stop) = agree(comm, "forward pass", check, lambda _: facts)
-    (first, last), *_ = sizes.units(((start, stop),))
+    agree(comm, "forward pass", check, lambda _: facts)
+    own = features
     if encode is not None:  # only now, because an encoder that FSDP shards communicates
-        found, error = attempt(functools.partial(encode, own))
-        agree(comm, "features", lambda: None if found is None else check_features(found, last - first), error=error)
-        assert found is not None
-        own = found
+        encoded, error = attempt(functools.partial(encode, features[start:stop]))
+        agree(comm, "features", lambda: None if encoded is None else check_features(encoded), error=error)
+        assert encoded is not None
+        own = encoded
     units = torch.arange(first, last, device=own.device)  # the encoder may move frames to another device
     text = TextShards(batch, length, comm, config.text_layout, valid)
     visual = VisualFeatures(own, units, sizes.count(), config.recompute_visual)

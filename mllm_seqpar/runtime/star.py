@@ -64,6 +64,7 @@ class StarText(TextShards):
         valid, first = (None if x is None else x[:, :context] for x in (valid, first))
         super().__init__(batch, context, comm, "contiguous", valid, first)
         self.new_token_rank = comm.size - 1  # the paper's query host
+        self.local = 2 * self.block
         self.padded = context + comm.size  # the first column of padding fills the second half of the first rank's rows
 
     def require_text_in_anchor(self) -> None:
@@ -76,10 +77,6 @@ class StarText(TextShards):
                     'which are the anchor of self_attention="star" and must be text; pass samples of about one length, '
                     "or one by one"
                 )
-
-    @property
-    def local(self) -> int:
-        return 2 * self.block
 
     def positions(self, rank: int) -> Tensor:
         """(2 b,) int64: the anchor, then the rank's own block; on the first rank, b times the first padding column."""
@@ -109,7 +106,7 @@ class StarText(TextShards):
 
     def _first_keys(self, window: int | None) -> Tensor:
         """Return the first key that each row attends to; that of padding is beyond the end, where there is none."""
-        found = super()._first_keys(window)
-        first = torch.zeros(1, self.padded, dtype=torch.int64) if found is None else found.clone()
+        causal = super()._first_keys(window)
+        first = torch.zeros(1, self.padded, dtype=torch.int64) if causal is None else causal.clone()
         first[:, self.length :] = self.padded
         return first

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from mllm_seqpar._compat import dropout_class
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys, InputGrads, Keys, WholeKeys
-from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
-from mllm_seqpar.recomputation import AutocastState, ParameterCheck, trained_parameters
+from mllm_seqpar.recomputation import AutocastState, GradientSums, ParameterCheck, trained_parameters
 from mllm_seqpar.sharding import FrameSizes, Spans
 
 from .projections import KVProjection, ProjectFunction, Projection, autograd_grads
@@ -59,13 +58,6 @@ class VisualFeatures:
     recompute: bool = True
     layout: str = "contiguous"
 
-    def __post_init__(self) -> None:
-        if self.features.dim() != 3 or self.index.shape[:1] != self.features.shape[:1]:
-            raise ShapeError(
-                f"VisualFeatures: features are {tuple(self.features.shape)} and index is {tuple(self.index.shape)}; "
-                "expected (units, tokens, width) and (units, ...)"
-            )
-
     @property
     def tokens_per_unit(self) -> int:
         return self.features.shape[1]
@@ -90,17 +82,10 @@ class VisualFeatures:
             keys = RecomputedKeys(spec, self, project, dtype)
             if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
                 return keys
-        if not torch.is_grad_enabled():
-            return GivenKeys(spec, *self.keys_values(project, dtype))
-        # At once, for autograd to save.
-        project_whole = functools.partial(_projected, project, index=self.index, dtype=dtype)
-        return GivenKeys(spec, *call_within(fsdp_units_among(project.modules), project_whole, self.features))
+        return GivenKeys(spec, *self.keys_values(project, dtype))
 
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode.
-
-        Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
-        """
+        """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode."""
         within = fsdp_units_among(project.modules)
         return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
@@ -119,17 +104,17 @@ def unit_chunks(features: Tensor) -> list[slice]:
 _WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
 
 
-def _projected(project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    k, v = project(features, index)
-    return k.to(dtype).contiguous(), v.to(dtype).contiguous()
-
-
 def project_chunks(
     project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return k and v (1, G, units * tokens, D), contiguous.
+
+    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    """
     chunks, tokens = unit_chunks(features), features.shape[1]
-    if len(chunks) == 1:
-        return _projected(project, features, index, dtype)
+    if len(chunks) == 1 or torch.is_grad_enabled():
+        k, v = project(features, index)
+        return k.to(dtype).contiguous(), v.to(dtype).contiguous()
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -146,11 +131,9 @@ class RecomputedKeys(WholeKeys):
     """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
-        spec: how the group attends to these keys.
         visual: the shared features of this rank.
         project: how k and v are projected.
         dtype: dtype of k and v, that of the queries.
-        modules: those of the projection.
     """
 
     spec: CallSpec
@@ -166,7 +149,11 @@ class RecomputedKeys(WholeKeys):
         self.modules = self.project.modules
         # The CPU generator gives the seed, because activation checkpointing replays that generator too.
         self._autocast = AutocastState.current(self.visual.features.device.type)
-        self._seed = int(torch.randint(2**62, ())) if self._uses_random_numbers() else None
+        self._seed = None
+        for module in self.modules:
+            for part in module.modules() if module._modules else (module,):
+                if self._seed is None and isinstance(part, _DROPOUT) and part.training and part.p > 0:
+                    self._seed = int(torch.randint(2**62, ()))
 
     def inputs(self) -> Sequence[Tensor]:
         """Return the features and the parameters that require gradients."""
@@ -215,8 +202,7 @@ class RecomputedKeys(WholeKeys):
 
         `KVProjection` computes gradients without projecting K and V again, if it can; autograd does it otherwise.
         """
-        if self._parameters is not None:  # not by the method: each call of each layer counts
-            self._parameters.require_unchanged(_WITHOUT_RECOMPUTATION)
+        self.require_unchanged_parameters()
         inputs = saved[0], *trained_parameters(self.modules)
         project, trained = self.project, [p for p, need in zip(inputs[1:], needed[1:], strict=True) if need]
         direct: KVProjection | None = None
@@ -264,13 +250,6 @@ class RecomputedKeys(WholeKeys):
         """Whether the projection draws random numbers, as dropout does."""
         return self._seed is not None
 
-    def _uses_random_numbers(self) -> bool:
-        for module in self.modules:
-            for part in module.modules() if module._modules else (module,):
-                if isinstance(part, _DROPOUT) and part.training and part.p > 0:
-                    return True
-        return False
-
     def _forward_mode(self) -> AbstractContextManager[object]:
         """Restore the autocast mode of the forward pass and, if `project` uses random numbers, replay them."""
         return self._autocast.again() if self._seed is None else self._replayed(self._seed)
@@ -285,24 +264,3 @@ class RecomputedKeys(WholeKeys):
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(seed)
             yield
-
-
-class GradientSums:
-    """Sums over chunks of the gradients of parameters, in float32 or wider; None for one that has no gradient.
-
-    A parameter that nothing computes with has no gradient, as in the unpatched model. Zeros would hide that a gradient
-    went elsewhere.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.totals: list[Tensor | None] = [None] * count
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        for index, grad in enumerate(grads):
-            total = self.totals[index]
-            if grad is None:
-                continue
-            if total is None:
-                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-            else:
-                total += grad

@@ -283,18 +283,9 @@ def read_options(argv: Sequence[str]) -> dict[str, Any]:
         "--config", metavar="FILE", help="YAML or JSON file with options; the command line takes precedence"
     )
     parser.add_argument("--help_all", action="help", help="show all options of TrainingArguments too, and exit")
-    _describe(parser, everything="--help_all" in canonical_arguments(parser, argv))
-    values = parser.parse_args(argv)
-    if values.config:
-        in_file = parser.parse_args(_options_of(values.config, options_of(parser)))
-        values = parser.parse_args(argv, in_file)
-    return vars(values)
-
-
-def _describe(parser: argparse.ArgumentParser, everything: bool) -> None:
-    """Document --no_NAME and refused options; hide options that few runs need, unless `everything`."""
     shown = {*vars(FineTuningArguments)["__annotations__"], *_SHOWN}
     hidden = {item.name for item in fields(FineTuningArguments)} - shown | {*REFUSED}
+    everything = "--help_all" in canonical_arguments(parser, argv)
     for action in parser._actions:
         if turns_off(action):
             action.help = f"turns --{action.dest} off"
@@ -302,6 +293,11 @@ def _describe(parser: argparse.ArgumentParser, everything: bool) -> None:
             action.help = f"not supported: {REFUSED[action.dest]}"
         if action.dest in hidden and not everything:
             action.help = argparse.SUPPRESS
+    values = parser.parse_args(argv)
+    if values.config:
+        in_file = parser.parse_args(_options_of(values.config, options_of(parser)))
+        values = parser.parse_args(argv, in_file)
+    return vars(values)
 
 
 def _options_of(path: str, known: Mapping[str, Any]) -> list[str]:

@@ -188,9 +188,19 @@ class BatchReader:
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
         """
-        batch, decode = None, False
+        batch: ChatBatch | None = None
+        decode = False
+
+        def usable() -> ChatBatch:
+            chosen = self._chosen(samples)
+            if begun is not None and begun[0] == chosen:
+                return begun[1].result()
+            if batch is not None and batch.samples == chosen and not (decode and has_outputs(batch.arguments)):
+                return batch
+            return self.load(self.open(chosen), decode)
+
         while True:
-            batch, error = attempt(partial(self._usable, samples, batch, begun, decode))
+            batch, error = attempt(usable)
             begun = None
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
             numbers = bad, batch is not None and has_outputs(batch.arguments)
@@ -204,30 +214,15 @@ class BatchReader:
                 messages = self._comm.gather_texts(str(error) if bad >= 0 else "")
                 faults = {rows[rank][0]: messages[rank] for rank in self._members if rows[rank][0] >= 0}
                 for sample, message in [(self._replaced(samples[place]), text) for place, text in faults.items()]:
-                    self._skip(sample, message)
+                    if sample not in self.skipped:
+                        self.skipped[sample] = message
+                        if self._comm.rank == self._members[0]:
+                            _log.warning("skipped, %d so far: %s", len(self.skipped), message)
             elif len({row[1] for row in rows}) == 1:
                 assert batch is not None
                 return batch
             else:
                 decode = True  # some rank computes features, so all do
-
-    def _usable(
-        self,
-        samples: Sequence[int],
-        batch: ChatBatch | None,
-        begun: _Begun | None,
-        decode: bool,
-    ) -> ChatBatch:
-        """Return `batch` or `begun` if it has these samples, with replacements for known bad ones; otherwise load them.
-
-        With `decode`, stored features are not used.
-        """
-        chosen = self._chosen(samples)
-        if begun is not None and begun[0] == chosen:
-            return begun[1].result()
-        if batch is None or batch.samples != chosen or (decode and has_outputs(batch.arguments)):
-            batch = self.load(self.open(chosen), decode)
-        return batch
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self._replaced, samples))
@@ -298,9 +293,3 @@ class BatchReader:
         except Exception as error:
             places = ", ".join(self._dataset.records.place(sample) for sample in samples)
             raise DataError(f"{places}: {type(error).__name__}: {error}") from error
-
-    def _skip(self, sample: int, message: str) -> None:
-        if sample not in self.skipped:
-            self.skipped[sample] = message
-            if self._comm.rank == self._members[0]:
-                _log.warning("skipped, %d so far: %s", len(self.skipped), message)

@@ -154,24 +154,28 @@ class RunLayout:
                 samples = groups * layout["per_device_train_batch_size"] * layout["gradient_accumulation_steps"]
                 layout = {"samples": samples, "fsdp": layout["fsdp"]}
             then = RunLayout(**layout)
-        if then.samples != self.samples:
-            raise ConfigError(
-                f"resume_from_checkpoint: {checkpoint} was written by a run with {then.samples} samples per step, but "
-                f"this run has {self.samples} and would skip or repeat samples; choose per_device_train_batch_size and "
-                f"gradient_accumulation_steps so that a step has {then.samples} samples"
-            )
-        if then.data and self.data and then.data != self.data:
-            raise ConfigError(
-                f"resume_from_checkpoint: {checkpoint} was written by a run on other data, in another order, or with "
-                "another --seed (--data_seed); use the same, or start a new run from exported weights"
-            )
-        if then.fsdp is not self.fsdp:
-            written, running = ("with FSDP" if x.fsdp else "without FSDP" for x in (then, self))
-            raise ConfigError(
-                f"resume_from_checkpoint: {checkpoint} was written {written}, but this run is {running}, and the two "
-                f"formats differ; launch it {written}, which works on any number of processes from two on, or start a "
-                "new run from exported weights"
-            )
+        written, running = ("with FSDP" if x.fsdp else "without FSDP" for x in (then, self))
+        refused = [
+            (
+                then.samples != self.samples,
+                f"by a run with {then.samples} samples per step, but this run has {self.samples} and would skip or "
+                "repeat samples; choose per_device_train_batch_size and gradient_accumulation_steps so that a step has "
+                f"{then.samples} samples",
+            ),
+            (
+                then.data and self.data and then.data != self.data,
+                "by a run on other data, in another order, or with another --seed (--data_seed); use the same, or "
+                "start a new run from exported weights",
+            ),
+            (
+                written != running,
+                f"{written}, but this run is {running}, and the two formats differ; launch it {written}, which works "
+                "on any number of processes from two on, or start a new run from exported weights",
+            ),
+        ]
+        for applies, message in refused:
+            if applies:
+                raise ConfigError(f"resume_from_checkpoint: {checkpoint} was written {message}")
 
 
 def checkpoint_step(checkpoint: str | Path) -> int:

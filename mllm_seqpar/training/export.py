@@ -62,8 +62,10 @@ def export_model(
     def write() -> None:
         weights = {name: x.to(dtype) if dtype and x.is_floating_point() else x for name, x in state.items()}
         # save_pretrained writes a tied weight once if all its names map to the same tensor
-        weights |= {alias: weights[name] for alias, name in _tied(model).items()}
-        shutil.rmtree(draft, ignore_errors=True)
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if (other := first.setdefault(parameter, name)) != name:
+                weights[name] = weights[other]
         model.save_pretrained(draft, state_dict=weights)  # type: ignore[operator]
         if dtype is not None:
             # save_pretrained wrote the dtype of the trained parameters, but loaders expect that of the file
@@ -78,6 +80,7 @@ def export_model(
         os.replace(draft, directory)
 
     def write_or_remove() -> None:
+        shutil.rmtree(draft, ignore_errors=True)
         try:
             with writing(directory, "the model", "free some space, and export it again"):
                 write()
@@ -101,16 +104,6 @@ def run_on_rank_0(comm: Communicator, work: Callable[[], None], poll_seconds: fl
             busy = bool(comm.gather_ints([job is not None and not job.done()])[0][0])
         if job is not None:
             job.result()
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Return {alias: first name} for parameters that have several names."""
-    first: dict[nn.Parameter, str] = {}
-    return {
-        name: first[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
 
 
 def create_repository(args: TrainingArguments) -> str:

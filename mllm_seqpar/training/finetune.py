@@ -76,19 +76,19 @@ def fine_tune(argv: Sequence[str]) -> int:
     with shard_weights_by_fsdp2((values or {}).get("shard_weights", False)):
         with library_errors("the training cannot be prepared"):
             trainer, checkpoint = prepare(values, problem)
-        return _fine_tune(trainer, checkpoint)
+        try:
+            with library_errors("the training cannot begin", lambda: trainer.has_begun):
+                trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            trainer.clock.restore_signals()
+        trainer.clock.raise_late_signal()
+        _save_log(trainer)
+        return _finish(trainer)
 
 
-def _fine_tune(trainer: FineTuneTrainer, checkpoint: Path | None) -> int:
-    options = trainer.options
-    try:
-        with library_errors("the training cannot begin", lambda: trainer.has_begun):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    finally:
-        trainer.clock.restore_signals()
-    trainer.clock.raise_late_signal()
-    _save_log(trainer)
-    state = trainer.state
+def _finish(trainer: FineTuneTrainer) -> int:
+    """Evaluate and export a model that is trained; return the exit status."""
+    options, state = trainer.options, trainer.state
     if trainer.clock.stops:
         _log.info(
             "stopped after step %d of %d; continue with --resume_from_checkpoint auto",
@@ -136,16 +136,22 @@ def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[F
     Returns:
         The trainer, and the checkpoint to continue from.
     """
-    cpu = _start_processes(values or {})
+    from accelerate import PartialState
+
+    given = values or {}
+    # On CPUs: --use_cpu, the launch configuration, or fewer GPUs than processes on this node.
+    cpu = bool(given.get("use_cpu")) or not use_cuda("auto")
+    order_launches()
+    # `TrainingArguments` would start the process group on CPUs without a time limit.
+    PartialState(cpu=cpu, timeout=timedelta(seconds=given.get("ddp_timeout", 600)))
+    require_rendezvous()
     comm = as_communicator()
     settings = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCH_SETTINGS)}
     # Ranks with other options would build other models, and wait for each other in different collectives.
-    options = agree(
-        comm, "arguments", lambda: _options(values or {}, cpu), lambda _: (values or {}) | settings, error=problem
-    )
-    output = Path(options.training.output_dir)
+    options = agree(comm, "arguments", lambda: _options(given, cpu), lambda _: given | settings, error=problem)
     data, checkpoint, _ = agree(comm, "data", lambda: _open_data(options), lambda opened: opened[-1])
-    require_shared_directory(comm, output)
+    require_shared_directory(comm, Path(options.training.output_dir))
+    options.training.gradient_accumulation_steps = data.order.micro_batches  # --global_batch_size may state them
     if options.training.push_to_hub:
         names = agree(comm, "hub", lambda: create_repository(options.training) if comm.rank == 0 else "")
         options.training.hub_model_id = names
@@ -155,21 +161,6 @@ def prepare(values: dict[str, Any] | None, problem: Exception | None) -> tuple[F
     trainer = FineTuneTrainer(model, data, options)
     _log.info("%s", _summary(trainer, checkpoint))
     return trainer, checkpoint
-
-
-def _start_processes(values: dict[str, Any]) -> bool:
-    """Start the process group before `TrainingArguments` does, which would set no time limit on CPUs.
-
-    Returns:
-        Whether the run is on CPUs: --use_cpu, the launch configuration, or fewer GPUs than processes on this node.
-    """
-    from accelerate import PartialState
-
-    cpu = bool(values.get("use_cpu")) or not use_cuda("auto")
-    order_launches()
-    PartialState(cpu=cpu, timeout=timedelta(seconds=values.get("ddp_timeout", 600)))
-    require_rendezvous()
-    return cpu
 
 
 def _options(values: dict[str, Any], cpu: bool) -> FineTuneOptions:
@@ -197,8 +188,6 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     parallelism = find_parallelism(args, options.parallel.sp, None)
     groups = args.world_size // (1 if parallelism is None else parallelism.cp_size)
     passes = groups * args.per_device_train_batch_size
-    if run.global_batch_size:
-        args.gradient_accumulation_steps = max(1, run.global_batch_size // passes)
     order = SampleOrder(
         samples=len(training),
         global_batch=run.global_batch_size or passes * args.gradient_accumulation_steps,
@@ -211,7 +200,19 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
     last = last_step(args, order)
     if run.stop_after is not None and not done < run.stop_after <= last:
         raise ConfigError(f"--stop_after {run.stop_after}: the steps of this run are {done + 1} to {last}; give one")
-    data = FineTuneData(training, evaluation, order, training.content_digest(), _features(options, processor))
+    store = None
+    if run.features is not None:
+        if not (Path(run.features) / TowerStore.INDEX).exists():  # a store that is complete is only read
+            require_writable_directory("features", run.features)
+        bf16 = args.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+        settings = {
+            "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),
+            "fps": options.frames.fps,
+            "max_frames": options.frames.max_frames,
+            "precision": ("bf16" if bf16 else "that of the weights") + (", in 4 bits" if run.load_in_4bit else ""),
+        }
+        store = TowerStore(run.features, settings)  # it refuses contents that this run would not compute
+    data = FineTuneData(training, evaluation, order, training.content_digest(), store)
     facts = {"training data": data.digest, "evaluation data": evaluation and evaluation.content_digest()}
     return data, checkpoint, facts | {"checkpoint": checkpoint, "model's weights": model_digest(str(run.model))}
 
@@ -219,23 +220,6 @@ def _open_data(options: FineTuneOptions) -> tuple[FineTuneData, Path | None, dic
 def last_step(args: TrainingArguments, order: SampleOrder) -> int:
     """Return the number of steps of the schedule."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * order.steps_per_epoch)
-
-
-def _features(options: FineTuneOptions, processor: Any) -> TowerStore | None:
-    """Open --features, after checking that this run would compute the same contents."""
-    run = options.run
-    if run.features is None:
-        return None
-    if not (Path(run.features) / TowerStore.INDEX).exists():  # a store that is complete is only read
-        require_writable_directory("features", run.features)
-    bf16 = options.training.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    settings = {
-        "model": model_fingerprint(str(run.model), chat_family(processor).tower_weights),
-        "fps": options.frames.fps,
-        "max_frames": options.frames.max_frames,
-        "precision": ("bf16" if bf16 else "that of the weights") + (", in 4 bits" if run.load_in_4bit else ""),
-    }
-    return TowerStore(run.features, settings)
 
 
 def _summary(trainer: FineTuneTrainer, checkpoint: Path | None) -> str:

@@ -52,20 +52,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FineTuneData:
-    """What a run reads.
-
-    Attributes:
-        training, evaluation: the data sets; the second may be None.
-        order: of the training samples.
-        digest: of the training data.
-        features: where the outputs of the frozen vision tower are stored; None computes them in every pass.
-    """
+    """What a run reads."""
 
     training: ChatDataset
     evaluation: ChatDataset | None
     order: SampleOrder
-    digest: str
-    features: TowerStore | None = None
+    digest: str  # of the training data
+    features: TowerStore | None = None  # for the outputs of the frozen vision tower; None computes them in every pass
 
 
 class FineTuneTrainer(SeqParTrainer):
@@ -174,24 +167,19 @@ class FineTuneTrainer(SeqParTrainer):
     ) -> Any:
         """Return the group's share of the loss of the step, times the number of groups, because it is averaged over
         groups."""
-        with self._replayed_tower(inputs) as arguments:
-            outputs = model(**arguments)
+        outputs = self._forward(model, inputs)
         assert num_items_in_batch is not None
         loss = outputs.loss * (_targets(inputs) * self.data.order.dp / num_items_in_batch)
         if not loss.requires_grad:  # only the visual path trains, and no rank of the group has frames
             loss = loss.detach().requires_grad_()
         return (loss, outputs) if return_outputs else loss
 
-    @contextlib.contextmanager
-    def _replayed_tower(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of forward; inside, the vision tower returns stored outputs if the batch has them."""
+    def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Run the model; its vision tower returns stored outputs if the batch has them."""
         arguments = dict(inputs)
         rows = arguments.pop(ARGUMENT, None)
-        if rows is None or self._features is None:
-            yield arguments
-            return
-        with self._features.running(rows):
-            yield arguments
+        with contextlib.nullcontext() if self._features is None else self._features.running(rows):
+            return model(**arguments)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
@@ -238,8 +226,8 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for samples, batch in zip(passes, batches, strict=True):
-                with self._replayed_tower(self._prepare_inputs(self._frames_on_host(batch.arguments))) as arguments:
-                    loss = self.model(**arguments).loss
+                inputs = self._prepare_inputs(self._frames_on_host(batch.arguments))
+                loss = self._forward(self.model, inputs).loss
                 if samples:
                     targets = batch.targets
                     total += torch.stack([loss.double() * targets, *total.new_tensor([targets, len(samples)])])

@@ -27,7 +27,17 @@ def load_for_training(options: FineTuneOptions, processor: Any) -> nn.Module:
     """Return the model of a run with its frozen parts and adapters; without weights on a rank that receives them."""
     run = options.run
     if run.load_in_4bit:
-        model = _load_in_4bit(str(run.model))
+        from transformers import BitsAndBytesConfig
+
+        # FSDP shards tensors of one dtype, so the packed weights take the dtype of the others.
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        )
+        device = f"cuda:{torch.cuda.current_device()}"
+        model = load_model(str(run.model), torch.bfloat16, device, quantization_config=quantization)
     elif receives_weights():
         model = allocate(load_model(str(run.model), device_map="meta"))
     else:
@@ -65,20 +75,6 @@ def _with_adapters(model: Any, run: ModelAndData, frozen: Sequence[str], seed: i
     base = str(run.model)  # an absolute path, so that the adapters can be loaded from any directory
     adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
     return adapted
-
-
-def _load_in_4bit(path: str) -> nn.Module:
-    from transformers import BitsAndBytesConfig
-
-    # FSDP shards tensors of one dtype, so the packed weights take the dtype of the others.
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.bfloat16,
-    )
-    device = f"cuda:{torch.cuda.current_device()}"
-    return load_model(path, torch.bfloat16, device, quantization_config=quantization)
 
 
 def choose_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str], parts: Parts) -> list[str]:

@@ -141,20 +141,17 @@ class TerminalLog(ProgressCallback):
             if self._rows % _ROWS == 0:
                 say(f"{HEADER}\n")
             self._rows += 1
-            say(row(logs, state.global_step, state.max_steps, self._eta(state)) + "\n")
+            eta, done = "...", state.global_step - self._timed_from
+            if done:  # this was not the first step
+                seconds = (time.monotonic() - self._since) / done * (state.max_steps - state.global_step)
+                eta = str(timedelta(seconds=round(seconds)))
+            say(row(logs, state.global_step, state.max_steps, eta) + "\n")
         elif "eval_loss" in logs:
             loss = _line("evaluation", "", f"{logs['eval_loss']:.4g}")
             say(f"{loss}  after step {state.global_step:,}\n")
         elif "train_runtime" in logs:
             duration = timedelta(seconds=round(logs["train_runtime"]))
             say(f"{state.global_step:,} steps, {duration}, mean loss {logs['train_loss']:.4g}\n")
-
-    def _eta(self, state: Any) -> str:
-        done = state.global_step - self._timed_from
-        if not done:
-            return "..."  # this was the first step
-        seconds = (time.monotonic() - self._since) / done * (state.max_steps - state.global_step)
-        return str(timedelta(seconds=round(seconds)))
 
 
 def row(logs: Mapping[str, float], step: int, steps: int, eta: str) -> str:

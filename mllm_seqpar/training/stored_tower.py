@@ -10,7 +10,7 @@ In a pass, either all ranks compute or all ranks read, because FSDP gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,8 +91,26 @@ class TowerReplay:
         path, self._method = chat_format.tower
         inner = find_adapter(model)[1]
         self._tower = inner.get_submodule(path)
-        behind = chat_format.family(inner, None).parts.get("projector", ())
-        _require_fixed(self._tower, [name.removeprefix(f"{path}.") for name in behind])
+        # Modules behind the tower run in every pass.
+        parts = chat_format.family(inner, None).parts.get("projector", ())
+        behind = tuple(name.removeprefix(f"{path}.") for name in parts)
+        tensors = ((name, x) for name, x in self._tower.named_parameters() if not name.startswith(behind))
+        trained = [name for name, parameter in tensors if parameter.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"--features stores what the vision tower returns, but {len(trained)} of its tensors are trained, such "
+                f"as {trained[0]}; freeze it (--freeze vision), or leave out --features"
+            )
+        config: Any = getattr(self._tower, "config", None)
+        values = config.to_dict() if hasattr(config, "to_dict") else {}
+        rates = {name: value for name, value in values.items() if "dropout" in name and isinstance(value, (int, float))}
+        rates |= {name: module.p for name, module in self._tower.named_modules() if isinstance(module, nn.Dropout)}
+        for name, rate in rates.items():
+            if rate > 0:
+                raise ConfigError(
+                    f"--features stores what the vision tower returns, which is random in training ({name} = {rate}); "
+                    "set it to 0 in config.json, or leave out --features"
+                )
 
     def rows(self, batch: ChatBatch, shard: FrameShard, read: bool) -> TowerRows:
         """Return this rank's frames of a batch; with `read`, also their outputs if all of them are stored."""
@@ -158,25 +176,3 @@ class TowerReplay:
             if not self.store.has(key, start, stop):
                 self.store.write(key, start, computed[first : first + stop - start])
             first += stop - start
-
-
-def _require_fixed(tower: nn.Module, behind: Sequence[str]) -> None:
-    """Raise ConfigError if something in the tower is trained or random, except for the modules `behind` it."""
-    parameters = ((name, x) for name, x in tower.named_parameters() if not name.startswith(tuple(behind)))
-    trained = [name for name, parameter in parameters if parameter.requires_grad]
-    if trained:
-        raise ConfigError(
-            f"--features stores what the vision tower returns, but {len(trained)} of its tensors are trained, such as "
-            f"{trained[0]}; freeze it (--freeze vision), or leave out --features"
-        )
-    config: Any = getattr(tower, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
-    rates = {name: value for name, value in values.items() if "dropout" in name and isinstance(value, (int, float))}
-    rates |= {name: module.p for name, module in tower.named_modules() if isinstance(module, nn.Dropout)}
-    random = {name: rate for name, rate in rates.items() if rate > 0}
-    if random:
-        name, rate = next(iter(random.items()))
-        raise ConfigError(
-            f"--features stores what the vision tower returns, which is random in training ({name} = {rate}); set it "
-            "to 0 in config.json, or leave out --features"
-        )

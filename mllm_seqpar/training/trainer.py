@@ -1,20 +1,8 @@
 """transformers' Trainer for sequence-parallel models: several ranks share a sample, and loss and gradients are exact.
 
-`SeqParTrainer` is `Trainer` with `SeqParMixin`, which also works with subclasses of `Trainer` (`trl.py`).
-
 The ranks form accelerate's device mesh: the ranks along `cp` share each sample, the remaining axes are data parallel,
-and FSDP2 shards parameters over all of them. `SeqParTrainer` changes the following, and nothing else, of `Trainer`:
-
-- The model is patched over the `cp` axis, and accelerate's own context parallelism is disabled.
-- The loss. `Trainer` divides by the tokens of the whole step and multiplies by the number of processes, because
-  gradients are averaged over the processes. The ranks of one group all report their group's loss, and the average of
-  their gradients is the group's gradient (`patch_model`), so the factor must be the number of groups.
-- Evaluation gathers each sample once, and full logits if the caller wants logits. Its loss equals that of one process
-  with the same `per_device_eval_batch_size`.
-- Frames stay in host memory (`HostFrames`) until the vision tower of a rank needs them.
-- FSDP2 works on CPU, where accelerate would silently use DDP, and `save_model` writes an unsharded model.
-- The log has the speed, the exposed communication and the memory of the ranks (`run_log.py`), and a checkpoint is
-  resumed only by a run whose steps have the same number of samples (`checkpoints.py`).
+and FSDP2 shards parameters over all of them. Each method below changes one thing of `Trainer`, as its docstring says.
+Besides, the model is patched over the `cp` axis, and frames stay in host memory until a rank's vision tower needs them.
 """
 
 from __future__ import annotations
@@ -119,7 +107,10 @@ class SeqParMixin(_Base):
         super().__init__(*args, **kwargs)
         if self._trl is not None:
             refuse_collator(self.data_collator, self.processing_class)
-        group = self._group()
+        mesh = self.accelerator.torch_device_mesh
+        group = (
+            None if mesh is None else mesh["cp"] if "cp" in (mesh.mesh_dim_names or ()) else dist.new_subgroups(1)[0]
+        )
         self._patch(self.model, group, seqpar)
         if getattr(self, "ref_model", None) is not None:
             self._patch(self.ref_model, group, seqpar, self.accelerator.autocast)
@@ -190,14 +181,6 @@ class SeqParMixin(_Base):
             require_sharded(self.model)
         return prepared
 
-    def _group(self) -> Any:
-        mesh = self.accelerator.torch_device_mesh
-        if mesh is None:
-            return None
-        if "cp" in (mesh.mesh_dim_names or ()):
-            return mesh["cp"]
-        return dist.new_subgroups(1)[0]  # a degree of one on several processes is pure data parallelism
-
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Leave the inputs unchanged: the patched model shards text and frames itself."""
         return contextlib.nullcontext, inputs
@@ -209,7 +192,12 @@ class SeqParMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of the group's batch; its gradients averaged over all ranks are the step's gradient."""
+        """Return the loss of the group's batch; its gradients averaged over all ranks are the step's gradient.
+
+        `Trainer` divides by the tokens of the whole step and multiplies by the number of processes, because gradients
+        are averaged over the processes. The ranks of one group all report their group's loss, and the average of their
+        gradients is the group's gradient (`patch_model`), so the factor must be the number of groups.
+        """
         if callable(self.compute_loss_func) or self.label_smoother is not None:
             raise ConfigError(
                 "SeqParTrainer: compute_loss_func and label_smoothing_factor compute the loss from logits, but each "
@@ -225,7 +213,7 @@ class SeqParMixin(_Base):
         if num_items_in_batch is None or getattr(self, "loss_is_scaled_for_ga", None) is False:
             return result
         loss, outputs = result if return_outputs else (result, None)
-        loss = loss / self.sequence_parallel_size  # Trainer multiplied by the number of processes, not of groups
+        loss = loss / self.sequence_parallel_size
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -298,7 +286,15 @@ class SeqParMixin(_Base):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Exclude duplicate samples from the loss, and return full logits on every rank if logits are wanted."""
-        inputs = self._without_duplicates(inputs)
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        if labels is not None and state.end_of_dataloader and state.remainder > 0:
+            # accelerate repeats samples to complete the last batch over the groups, and drops the duplicate rows when
+            # it gathers. The loss is one number per batch, from which it cannot drop them, unless all are duplicates.
+            rows = labels.shape[0]
+            real = state.remainder - self.accelerator.process_index // self.sequence_parallel_size * rows
+            if 0 < real < rows:
+                duplicate = torch.arange(rows, device=labels.device)[:, None] >= real
+                inputs = {**inputs, "labels": labels.masked_fill(duplicate, -100)}
         inner = find_adapter(model)[1]
         if not prediction_loss_only:
             mode = _patch_of(inner).context.config.logits
@@ -311,22 +307,6 @@ class SeqParMixin(_Base):
                     'returns with seqpar=SeqParConfig(logits="full"); pass it, or prediction_loss_only=True'
                 )
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-
-    def _without_duplicates(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Set the labels of duplicate samples to -100 in a batch that also has other samples.
-
-        accelerate repeats samples to complete the last batch over the groups, and drops the duplicate rows when it
-        gathers. The loss is one number per batch, from which it cannot drop them.
-        """
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
-        if labels is None or not state.end_of_dataloader or state.remainder <= 0:
-            return inputs
-        rows = labels.shape[0]
-        real = state.remainder - self.accelerator.process_index // self.sequence_parallel_size * rows
-        if real <= 0 or real >= rows:  # with no real sample, the loss of the whole batch is dropped
-            return inputs
-        duplicate = torch.arange(rows, device=labels.device)[:, None] >= real
-        return {**inputs, "labels": labels.masked_fill(duplicate, -100)}
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, also before any training, and reshard the parameters that FSDP2 left gathered."""
@@ -482,23 +462,22 @@ def _collate_on_host(collate: Any, names: Sequence[str], context: int | None, sa
         LengthError: a sample has more tokens than the model's context.
     """
     batch = collate(samples)
-    if context is not None and isinstance(batch, Mapping) and (length := _longest_sample(batch)) > context:
+    if context is None or not isinstance(batch, Mapping):
+        return with_host_frames(batch, names)
+    length, positions, mask = 0, batch.get("position_ids"), batch.get("attention_mask")
+    text = next((x for name in ("input_ids", "lang_x", "inputs_embeds") if (x := batch.get(name)) is not None), None)
+    if isinstance(positions, Tensor) and positions.numel():  # several samples may be packed into a row
+        length = int(positions.max()) + 1
+    elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel():
+        length = int(mask.count_nonzero(1).max())
+    elif isinstance(text, Tensor) and text.dim() > 1:
+        length = text.shape[1]
+    if length > context:
         raise LengthError(
             f"a sample of the batch has {length} tokens, placeholders of frames included, more than the {context} of "
             "the model's context; use fewer frames, or truncate the text"
         )
     return with_host_frames(batch, names)
-
-
-def _longest_sample(batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens of the longest sample, without padding; several samples may be packed into a row."""
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if isinstance(positions, Tensor) and positions.numel():
-        return int(positions.max()) + 1
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel():
-        return int(mask.count_nonzero(1).max())
-    text = next((x for name in ("input_ids", "lang_x", "inputs_embeds") if (x := batch.get(name)) is not None), None)
-    return text.shape[1] if isinstance(text, Tensor) and text.dim() > 1 else 0
 
 
 def with_host_frames(batch: Any, names: Sequence[str]) -> Any:

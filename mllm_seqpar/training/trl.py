@@ -74,19 +74,17 @@ def remove_fused_head(model: nn.Module) -> None:
         ConfigError: the forward is not one that TRL made.
     """
     forward = vars(model).get("forward")
-    while forward is not None and not _is_of_trl(forward):
+    while forward is not None:
+        module = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+        if str(module).partition(".")[0] == "trl":
+            break
         forward = getattr(forward, "__wrapped__", None)
-    if forward is None:
+    else:
         raise ConfigError(
             f"TRL did not replace the forward of {type(model).__name__}, as TRL 1.16 does; install trl>=1.16,<2, or "
             "report its version to the authors of mllm_seqpar"
         )
     object.__delattr__(model, "forward")
-
-
-def _is_of_trl(forward: Any) -> bool:
-    module = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
-    return str(module).partition(".")[0] == "trl"
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any
 
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import PASSED, VideoError
+from mllm_seqpar.errors import PASSED, VideoError, reason
 
-from .media_files import media_size
+from .media_files import require_content
 
 _CONTAINERS = (
     "mov,mp4,m4a,3gp,3g2,mj2 matroska,webm avi mpegts mpeg flv ogg asf mxf nut ivf dv rm gif apng wav mp3 aac flac"
@@ -42,24 +42,21 @@ def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """Open a file and yield (container, video stream); raise VideoError if it has no readable video stream."""
     av = require_av()
     name = os.fspath(path)
-    if media_size(name) < 0:
-        found = "a directory" if os.path.isdir(name) else "no such file"
-        raise VideoError(f"{name}: {found}; give the path of a video file")
-    if media_size(name) == 0:
-        raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?")
+    require_content(name, "a video file")
     try:
         # "file:" keeps a name such as concat:a.mp4 from being read as a protocol
         container = av.open(f"file:{name}", options=VIDEO_OPTIONS)
     except MemoryError:
         raise
     except Exception as error:
+        fault = f"not a readable video ({reason(error)}); is it a complete video file?"
         if getattr(error, "errno", None) == errno.EINVAL:  # the format is not in the whitelist
-            raise VideoError(
-                f"{name}: not in a supported container format (mp4, mov, mkv, webm, avi, mpegts and others "
-                "that are self-contained); playlists and descriptions that name other files or hosts (HLS, DASH, "
-                "concat, SDP) are refused; convert it, e.g. ffmpeg -i IN OUT.mp4"
-            ) from error
-        raise VideoError(f"{name}: not a readable video ({reason(error)}); is it a complete video file?") from error
+            fault = (
+                "not in a supported container format (mp4, mov, mkv, webm, avi, mpegts and others that are "
+                "self-contained); playlists and descriptions that name other files or hosts (HLS, DASH, concat, SDP) "
+                "are refused; convert it, e.g. ffmpeg -i IN OUT.mp4"
+            )
+        raise VideoError(f"{name}: {fault}") from error
     with container:
         yield container, _video_stream(name, container)
 
@@ -69,14 +66,15 @@ def _video_stream(name: str, container: Any) -> Any:
 
     A cover picture is none, and a still picture (the first stream of an animated AVIF) only if there is no other.
     """
-    streams = [stream for stream in container.streams.video if not _has_disposition(stream, "attached_pic")]
-    if streams and all(stream.codec_context is None for stream in streams):
-        raise VideoError(f"{name}: this build of FFmpeg has no decoder for its video; convert it, e.g. to H.264")
-    streams = [stream for stream in streams if stream.codec_context is not None]
+    moving = [stream for stream in container.streams.video if not _has_disposition(stream, "attached_pic")]
+    streams = [stream for stream in moving if stream.codec_context is not None]
     if not streams:
         kinds = {"a cover picture" if stream.type == "video" else str(stream.type) for stream in container.streams}
-        found = ", ".join(sorted(kinds)) or "nothing"
-        raise VideoError(f"{name}: contains no video stream (found: {found}); give a file with moving images")
+        listed = ", ".join(sorted(kinds)) or "nothing"
+        fault = f"contains no video stream (found: {listed}); give a file with moving images"
+        if moving:
+            fault = "this build of FFmpeg has no decoder for its video; convert it, e.g. to H.264"
+        raise VideoError(f"{name}: {fault}")
 
     def rank(stream: Any) -> tuple[bool, int]:
         pixels = stream.codec_context.width * stream.codec_context.height
@@ -130,8 +128,3 @@ def index_of(stream: Any) -> Any:
     """Return the container's index of a stream if it lists every frame, otherwise an empty tuple."""
     entries = getattr(stream, "index_entries", ())  # Newer PyAV only; without it, packets are scanned.
     return entries if stream.frames and len(entries) == stream.frames else ()
-
-
-def reason(error: Exception) -> str:
-    """Return the text of an FFmpeg error without errno and path."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

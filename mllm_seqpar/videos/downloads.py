@@ -17,6 +17,7 @@ import ssl
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -136,13 +137,10 @@ def _connect(hosts: set[str], host: str, port: int) -> socket.socket:
     addresses = [str(address) for address in found if named or is_public(str(address))]
     if not addresses:  # one message for both cases, so that it reveals nothing about names of the server's own network
         raise NotAllowed(f"{host} has no public address")
-    for number, address in enumerate(addresses, 1):
-        try:
+    for address in addresses[:-1]:
+        with suppress(OSError):
             return socket.create_connection((address, port), SECONDS)
-        except OSError:
-            if number == len(addresses):
-                raise
-    raise AssertionError("a loop over addresses that neither returns nor raises")
+    return socket.create_connection((addresses[-1], port), SECONDS)
 
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):

@@ -1,7 +1,4 @@
-"""What stores on disk share: atomic writing, the index as JSON, the settings that data were made with, and the errors.
-
-`remedy` is the end of a message: what the user can do.
-"""
+"""What stores on disk share: atomic writing, the index as JSON, and the settings that data were made with."""
 
 from __future__ import annotations
 
@@ -34,19 +31,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(content) + "\n")
 
 
-@contextmanager
-def reading_index(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Raise DataError if the index at `path` cannot be read, or does not have the entries that are read inside."""
-    try:
-        yield
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not an index of {what} ({error!r}); {remedy}") from error
-
-
 def require_made_with(
     where: str, found: Mapping[str, Any], expected: Mapping[str, Any], remedy: str, kind: type[SeqParError] = DataError
 ) -> None:
-    """Raise an error of class `kind` unless the data of `where` were made with the values of `expected`."""
+    """Raise an error of class `kind` unless the data of `where` were made with the values of `expected`.
+
+    `remedy` is the end of its message: what the user can do.
+    """
     for name, value in expected.items():
         if found.get(name) != value:
             raise kind(f"{where} were made with {name} = {found.get(name)!r}, and now it is {value!r}; {remedy}")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._compat import optional_import
-from mllm_seqpar.errors import PASSED, VideoError, first_line
+from mllm_seqpar.errors import PASSED, VideoError, translated
 
-from .media_files import media_size
+from .media_files import require_content
 
 IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
 """The image formats that are read, by Pillow's names."""
@@ -81,17 +81,17 @@ def _open_image(name: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """Open an image file; yield it and the module PIL.Image. What Pillow raises becomes a VideoError with its name."""
     image = optional_import("PIL.Image", extra="video", needed_for="reading images")
     image.init()
-    try:
-        known = [kind for kind in IMAGE_FORMATS if kind in image.OPEN]
-        with image.open(name, formats=known) as file:
-            yield file, image
-    except PASSED:
-        raise
-    except Exception as error:
-        if media_size(os.fspath(name)) == 0:
-            raise VideoError(f"{name}: the file is empty (0 bytes); was the download interrupted?") from error
-        reason = first_line(error).partition(f" {name!r}")[0]  # without the path, which the message begins with
-        raise VideoError(f"{name}: not a readable image ({reason}); replace or convert it") from error
+    require_content(name, "an image file")
+
+    def unreadable(why: str) -> VideoError:
+        why = why.partition(f" {name!r}")[0]  # without the path, which the message begins with
+        return VideoError(f"{name}: not a readable image ({why}); replace or convert it")
+
+    with (
+        translated(unreadable),
+        image.open(name, formats=[kind for kind in IMAGE_FORMATS if kind in image.OPEN]) as file,
+    ):
+        yield file, image
 
 
 def read_image(name: str, size: tuple[int, int] | None) -> Tensor:

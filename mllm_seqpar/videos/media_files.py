@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from mllm_seqpar.digests import digest_of
-from mllm_seqpar.errors import PASSED, VideoError, first_line
+from mllm_seqpar.errors import PASSED, VideoError, first_line, reading
 
 from .downloads import blocks, data_blocks, open_url
 from .files import atomic_write
@@ -28,6 +28,11 @@ SIZE_VARIABLE = "MLLM_SEQPAR_CACHE_GB"
 it."""
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # at least two letters, because C: is a drive
+_URLS = {
+    **dict.fromkeys(("http", "https"), "https://HOST/NAME.mp4"),
+    "file": "file:///FOLDER/NAME.mp4",
+    "data": "data:image/png;base64,...",
+}
 
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
@@ -38,6 +43,14 @@ IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".
 def media_size(name: str) -> int:
     """Return the number of bytes of a file, or -1 if there is none."""
     return os.path.getsize(name) if os.path.isfile(name) else -1
+
+
+def require_content(name: str | os.PathLike[str], kind: str) -> None:
+    """Raise VideoError unless a file exists and is not empty; `kind` says what it should be."""
+    size = media_size(os.fspath(name))
+    if size <= 0:
+        fault = f"{'a directory' if os.path.isdir(name) else 'no such file'}; give the path of {kind}"
+        raise VideoError(f"{name}: {fault if size else 'the file is empty (0 bytes); was the download interrupted?'}")
 
 
 def is_remote(name: str) -> bool:
@@ -57,27 +70,21 @@ def local_media(name: str | os.PathLike[str]) -> str:
     if scheme is None or os.path.exists(name):
         return name
     kind = scheme[1].lower()
+    with reading(f"{name:.100}: not a valid URL", f"expected {_URLS.get(kind)}", VideoError):
+        if kind == "data":
+            content = b"".join(data_blocks(name))
+        elif kind in _URLS:
+            path = unquote(urlsplit(name).path)
     if kind in ("http", "https"):
         return str(media_cache().download(name))
     if kind == "data":
-        return str(_store_data_url(name))
+        subtype = name[:100].partition(",")[0].removeprefix("data:").partition(";")[0].partition("/")[2]
+        return str(media_cache().store(content, "." + re.sub(r"\W.*", "", subtype) if subtype else ""))
     if kind == "file":
-        try:
-            return unquote(urlsplit(name).path)
-        except ValueError as error:
-            raise VideoError(f"{name:.200}: not a valid URL ({error})") from error
+        return path
     if "://" in name:
         raise VideoError(f"{name:.200}: {kind} URLs cannot be read; give a path, or an http, https or data URL")
     return name
-
-
-def _store_data_url(name: str) -> Path:
-    try:
-        content = b"".join(data_blocks(name))
-    except ValueError as error:
-        raise VideoError(f"{name:.60}...: not a data URL ({error}); expected data:image/png;base64,...") from error
-    kind = name[:100].partition(",")[0].removeprefix("data:").partition(";")[0].partition("/")[2]
-    return media_cache().store(content, "." + re.sub(r"\W.*", "", kind) if kind else "")
 
 
 def media_cache() -> MediaCache:
@@ -114,10 +121,7 @@ class MediaCache:
             VideoError: there is no network, the server refuses or is too slow, the file is a web page, is incomplete,
                 or is too large.
         """
-        try:
-            suffix = Path(urlsplit(url).path).suffix[:8]
-        except ValueError as error:
-            raise VideoError(f"{url}: not a valid URL ({error})") from error
+        suffix = Path(urlsplit(url).path).suffix[:8]
         return self.file(digest_of(url) + suffix, url, lambda: self._blocks_of(url))
 
     def store(self, content: bytes, suffix: str) -> Path:

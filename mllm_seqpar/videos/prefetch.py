@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from itertools import groupby, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -131,22 +132,17 @@ class FrameBatches:
         number, row = divmod(position, self._batch)
         with self._lock:
             if number not in self._arrays:
-                length = min(self._batch, self._total - number * self._batch)
-                self._arrays[number] = self._array((length, *image.shape))
+                shape = (min(self._batch, self._total - number * self._batch), *image.shape)
+                memory = self._unused.pop() if self._unused else np.empty(0, np.uint8)
+                if memory.size < math.prod(shape):
+                    memory = np.empty(math.prod(shape), np.uint8)
+                self._arrays[number] = np.ndarray(shape, np.uint8, memory)
+                weakref.finalize(self._arrays[number], self._unused.append, memory)
         array = self._arrays[number]
         if image.shape == array.shape[1:]:
             array[row] = image
         else:
             self._others[position] = image.copy()
-
-    def _array(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an array whose memory is used again when the tensor that is made from it no longer exists."""
-        memory = self._unused.pop() if self._unused else np.empty(0, np.uint8)
-        if memory.size < math.prod(shape):
-            memory = np.empty(math.prod(shape), np.uint8)
-        array = np.ndarray(shape, np.uint8, memory)
-        weakref.finalize(array, self._unused.append, memory)
-        return array
 
     def finish(self, count: int) -> Iterator[Tensor]:
         """Yield the tensors that are complete now that the next `count` images have been written."""
@@ -166,14 +162,6 @@ class FrameBatches:
 
 def stacked(images: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
     """Yield images in tensors of at most `batch`; a change of size starts a new tensor."""
-    found: list[Tensor] = []
-    for image in images:
-        if found and image.shape != found[0].shape:
-            yield torch.stack(found)
-            found = []
-        found.append(image)
-        if len(found) == batch:
-            yield torch.stack(found)
-            found = []
-    if found:
-        yield torch.stack(found)
+    for _, group in groupby(images, key=lambda image: image.shape):
+        while part := list(islice(group, batch)):
+            yield torch.stack(part)

@@ -44,9 +44,9 @@ from torch.nn import functional as F
 
 from mllm_seqpar._compat import REFORMAT_THREADS, optional_import
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import PASSED, ConfigError, VideoError, first_line
+from mllm_seqpar.errors import PASSED, ConfigError, VideoError, reading, translated
 
-from .container import index_of, open_video, reason, require_av
+from .container import index_of, open_video, require_av
 from .images import image_size, is_animated_webp
 from .prefetch import FrameBatches, read_ahead
 from .shown_frames import shown_frames
@@ -121,10 +121,7 @@ def read_frames(
     ranges = [range(start, stop)] if ranges is None else ranges
     for entries in ranges:
         check_range(entries.start, entries.stop, len(plan), batch)
-    if threads < 1:
-        raise ConfigError(f"threads must be at least 1, got {threads}")
-    if decoder not in DECODERS:
-        raise ConfigError(f"decoder {decoder!r} is unknown; choose one of: {', '.join(DECODERS)}")
+    _check_choice(threads, decoder, "")
     if decoder == "pyav" and torch.device(device).type != "cpu":
         raise ConfigError(f"decoder 'pyav' decodes on the CPU only, got device {device}; use decoder='torchcodec'")
     ranges = [entries for entries in ranges if entries]
@@ -133,15 +130,12 @@ def read_frames(
     if decoder == "torchcodec":
         yield from _read_with_torchcodec(plan, ranges, size, batch, threads, device)
         return
-    try:
-        with ExitStack() as resources:
-            reader = _Reader(plan, size, resources)
-            with closing(reader.batches(ranges, threads, batch)) as batches:
-                yield from batches
-    except PASSED:
-        raise
-    except Exception as error:
-        raise VideoError(f"{plan.path}: cannot be decoded ({reason(error)}); replace or convert it") from error
+    with (
+        reading(f"{plan.path}: cannot be decoded", "replace or convert it", VideoError),
+        ExitStack() as resources,
+        closing(_Reader(plan, size, resources).batches(ranges, threads, batch)) as batches,
+    ):
+        yield from batches
 
 
 def _read_with_torchcodec(
@@ -162,11 +156,11 @@ def _read_with_torchcodec(
         return
     entries = [*chain(*ranges)]
     first = entries[0]
-    try:
+    with translated(lambda why: _undecodable(plan, first, why)):
         video = decoders.VideoDecoder(plan.path, stream_index=index, num_ffmpeg_threads=threads, device=device)
         begin, end, last = video.metadata.begin_stream_seconds, video.metadata.end_stream_seconds, len(video) - 1
         for done in range(0, len(entries), batch):
-            first = entries[done]  # the handler names it
+            first = entries[done]
             ticks = [plan.ticks[entry] for entry in entries[done : done + batch]]
             # Presentation times are whole ticks, so half a tick later the same frame is shown, however floats round.
             times = [max(float((2 * tick + 1) * plan.time_base / 2), begin) for tick in ticks]
@@ -182,10 +176,6 @@ def _read_with_torchcodec(
                 scaled = F.interpolate(batch_images.float(), size, mode="bicubic", antialias=True)
                 batch_images = scaled.round().clamp(0, 255).to(torch.uint8)
             yield batch_images
-    except PASSED:
-        raise
-    except Exception as error:
-        raise _undecodable(plan, first, first_line(error)) from error
 
 
 @lru_cache(maxsize=4096)
@@ -272,10 +262,14 @@ class _Reader:
             cursor = self._idle.get_nowait()
         except Empty:
             cursor = _cursor(self._plan, self._resources, self._index)
+
+        def frame(entry: int, following: int | None) -> tuple[int, Any]:
+            with translated(lambda why: _undecodable(self._plan, entry, why)):
+                return cursor.frame(entry, following)
+
         try:
             cursor.threads = threads
-            frames = map(cursor.frame, entries, [*entries[1:], None])
-            for _, group in groupby(frames, key=itemgetter(0)):
+            for _, group in groupby(map(frame, entries, [*entries[1:], None]), key=itemgetter(0)):
                 found = list(group)
                 yield position, found[0][1], len(found)
                 position += len(found)
@@ -299,13 +293,18 @@ class _Reader:
         """
         most = min(16, max(1, _AHEAD_BYTES // self._frame_bytes // (2 * threads)))
         usual = min(most, sum(map(len, ranges)) // (4 * threads))  # several segments for each thread
-        if threads == 1 or not self._index.keys:
+        index, ticks = self._index, self._plan.ticks
+        if threads == 1 or not index.keys:
             return []
         found: list[range] = []
         for entries in ranges:
             first = entry = entries.start
             while entry < entries.stop:
-                following = self._next_group(entry, entries.stop)
+                # The first entry of a later group of pictures.
+                group = bisect_right(index.keys, ticks[entry] - index.delay)
+                following = entries.stop
+                if group < len(index.keys):
+                    following = bisect_left(ticks, index.keys[group] + index.delay, entry + 1, following)
                 if following - entry > most:
                     return []
                 if entry > first and following - first > usual:
@@ -314,14 +313,6 @@ class _Reader:
                 entry = following
             found.append(range(first, entries.stop))
         return found
-
-    def _next_group(self, entry: int, stop: int) -> int:
-        """Return the first entry up to `stop` that is in a later group of pictures than `entry`."""
-        index, ticks = self._index, self._plan.ticks
-        following = bisect_right(index.keys, ticks[entry] - index.delay)
-        if following == len(index.keys):
-            return stop
-        return bisect_left(ticks, index.keys[following] + index.delay, entry + 1, stop)
 
 
 @dataclass
@@ -425,9 +416,9 @@ class _Counter:
             self._number += 1
             if self._current is None:
                 self._number = inf
-                raise _undecodable(self._plan, entry, "the file has fewer frames than when they were counted")
+                raise _Damaged("the file has fewer frames than when they were counted")
         if self._current.is_corrupt:
-            raise _undecodable(self._plan, entry, "the image is damaged")
+            raise _Damaged("the image is damaged")
         return number, self._current
 
 
@@ -466,29 +457,24 @@ class _Cursor:
     def frame(self, entry: int, following: int | None) -> tuple[int, Any]:
         """Return (presentation time, frame) of an entry of the plan, after which `following` is asked for."""
         tick = self._plan.ticks[entry]
-        try:
-            if self._should_seek(tick):
-                self._seek(tick)
-            self._last = tick if following is None or self._is_jump(tick, self._plan.ticks[following]) else None
+        if self._should_seek(tick):
+            self._seek(tick)
+        self._last = tick if following is None or self._is_jump(tick, self._plan.ticks[following]) else None
+        self._advance(tick)
+        if not self._from_start and (self._current is None or self._current[0] > tick):
+            self.index.seekable = False
+            self._reopen()  # the decoder returned no frame for the keyframe that the seek found
             self._advance(tick)
-            if not self._from_start and (self._current is None or self._current[0] > tick):
-                self.index.seekable = False
-                self._reopen()  # the decoder returned no frame for the keyframe that the seek found
-                self._advance(tick)
-            if self._skips and not self._is_shown_at(tick):
-                self._skips = False
-                self._seek(tick)
-                self._advance(tick)
-            ended = self._following(self._current[0]) == inf if self._skips and self._current else self._ended
-        except PASSED:
-            raise
-        except Exception as error:
-            raise _undecodable(self._plan, entry, reason(error)) from error
+        if self._skips and not self._is_shown_at(tick):
+            self._skips = False
+            self._seek(tick)
+            self._advance(tick)
+        ended = self._following(self._current[0]) == inf if self._skips and self._current else self._ended
         if self._current is None:
-            raise _undecodable(self._plan, entry, "the file ends before its first decodable frame")
+            raise _Damaged("the file ends before its first decodable frame")
         if ended and self.index.end is not None and self._latest < self.index.end:
             seconds = self._plan.time(self._latest)
-            raise _undecodable(self._plan, entry, f"the file ends at {seconds:.3f} s, before the end of its index")
+            raise _Damaged(f"the file ends at {seconds:.3f} s, before the end of its index")
         del self._times[: bisect_left(self._times, self._current[0])]
         return self._current
 
@@ -603,7 +589,8 @@ class _Cursor:
                 if pts is None or pts < self._key:
                     continue
                 if not self._begins_with_key:
-                    self.index.seekable = self._begins_with_key = pts == self._key and not _refers(frame)
+                    refers = not frame.key_frame and int(frame.pict_type) in (_P, _B)
+                    self.index.seekable = self._begins_with_key = pts == self._key and not refers
                     if not self.index.seekable:
                         return
                 if pts <= latest:
@@ -644,13 +631,8 @@ class _Cursor:
             self._newest_key = time
 
 
-def _refers(frame: Any) -> bool:
-    """Return whether the decoder says that a frame refers to others."""
-    return not frame.key_frame and int(frame.pict_type) in (_P, _B)
-
-
 class _Damaged(Exception):
-    """The decoder reports a damaged image."""
+    """A frame of the plan cannot be decoded."""
 
 
 def _undecodable(plan: FramePlan, number: int, why: str) -> VideoError:
@@ -692,10 +674,7 @@ def check_decoding(threads: int | None, decoder: str) -> None:
     Raises:
         ConfigError: `threads` below 1, or a decoder that is unknown, not installed, or cannot be loaded.
     """
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--decode_threads: {threads} is not allowed; give 1 or more")
-    if decoder not in DECODERS:
-        raise ConfigError(f"--decoder: {decoder!r} is not allowed; give one of {', '.join(DECODERS)}")
+    _check_choice(threads, decoder, "--")
     if decoder == "torchcodec":
         import_torchcodec("--decoder torchcodec")
     cores, ranks = available_cores(), _local_ranks()
@@ -708,16 +687,20 @@ def check_decoding(threads: int | None, decoder: str) -> None:
         )
 
 
+def _check_choice(threads: int | None, decoder: str, prefix: str) -> None:
+    """Check the parameters of `read_frames`, or with the prefix "--" the options of a command."""
+    if threads is not None and threads < 1:
+        name = "--decode_threads" if prefix else "threads"
+        raise ConfigError(f"{name}: {threads} is not allowed; give 1 or more")
+    if decoder not in DECODERS:
+        raise ConfigError(f"{prefix}decoder: {decoder!r} is not allowed; give one of {', '.join(DECODERS)}")
+
+
 def import_torchcodec(wanted: str) -> Any:
     """Return the module torchcodec.decoders; ConfigError if it is not installed or cannot be loaded."""
-    try:
+    # An installed torchcodec may not find FFmpeg or the libraries of CUDA.
+    with reading("torchcodec cannot be loaded", "install FFmpeg, or use the decoder pyav", ConfigError):
         return optional_import("torchcodec.decoders", extra="torchcodec", needed_for=wanted)
-    except PASSED:
-        raise
-    except Exception as error:  # torchcodec is installed, but does not find FFmpeg or the libraries of CUDA
-        raise ConfigError(
-            f"torchcodec cannot be loaded ({first_line(error)}); install FFmpeg, or use the decoder pyav"
-        ) from error
 
 
 def frames_to_decode(plan: FramePlan) -> int:
@@ -754,9 +737,13 @@ def frames_to_decode(plan: FramePlan) -> int:
 
 def decode_rate() -> float:
     """Measure how many frames per second one core decodes: H.264 in 720p of 30 frames/s, written here for it."""
+    noise = np.random.default_rng(0).integers(0, 24, (_HEIGHT, _WIDTH, 3), dtype=np.uint8)
+    rows, columns = np.mgrid[:_HEIGHT, :_WIDTH]
+    pattern = np.stack([rows % 256, columns % 232, (rows + columns) % 232], -1).clip(0, 231).astype(np.uint8)
+    moving = (np.roll(pattern, 8 * number, 1) + np.roll(noise, 37 * number, 0) for number in range(_FRAMES))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.mp4"
-        write_video(path, _moving_noise(), rate=_RATE, options={"preset": "veryfast"})
+        write_video(path, moving, rate=_RATE, options={"preset": "veryfast"})
         plan = plan_frames(probe(path), fps=_RATE / 15)
         for _ in read_frames(plan, threads=1):  # the file is in memory, and libraries are loaded
             pass
@@ -764,12 +751,3 @@ def decode_rate() -> float:
         for _ in read_frames(plan, threads=1):
             pass
         return frames_to_decode(plan) / (time.thread_time() - begin)
-
-
-def _moving_noise() -> Iterator[np.ndarray]:
-    """Yield a moving pattern with noise, (height, width, 3) each."""
-    noise = np.random.default_rng(0).integers(0, 24, (_HEIGHT, _WIDTH, 3), dtype=np.uint8)
-    rows, columns = np.mgrid[:_HEIGHT, :_WIDTH]
-    pattern = np.stack([rows % 256, columns % 232, (rows + columns) % 232], -1).clip(0, 231).astype(np.uint8)
-    for number in range(_FRAMES):
-        yield np.roll(pattern, 8 * number, 1) + np.roll(noise, 37 * number, 0)

@@ -35,7 +35,7 @@ _FIRST = 128
 
 
 class Packet(NamedTuple):
-    """The facts of a packet that `distrust` judges.
+    """The facts of a packet that `reasons_to_distrust` judges.
 
     Attributes:
         shown: False if the file says that its frame is decoded but not shown (an edit list).
@@ -52,17 +52,13 @@ class Packet(NamedTuple):
     damaged: bool
 
 
-def distrust(path: str, container: Any, stream: Any, packets: Sequence[Packet]) -> str | None:
-    """Return the reason why packets do not tell which frames are shown at which times; None if they do.
+def reasons_to_distrust(path: str, container: Any, stream: Any, packets: Sequence[Packet]) -> Iterator[str]:
+    """Yield the reasons why packets do not tell which frames are shown at which times, if there are any.
 
     Args:
         path, container, stream: of the file.
         packets: all of the stream in decoding order, or those at its start; at least one.
     """
-    return next(_reasons(path, container, stream, packets), None)
-
-
-def _reasons(path: str, container: Any, stream: Any, packets: Sequence[Packet]) -> Iterator[str]:
     codec = stream.codec_context
     times = [packet.pts for packet in packets if packet.pts is not None]
     decoding = [packet.dts for packet in packets if packet.dts is not None]
@@ -94,14 +90,10 @@ def _reasons(path: str, container: Any, stream: Any, packets: Sequence[Packet]) 
         yield "some of its packets are damaged"
     if _has_fields(codec, stream, decoding):
         yield "some of its packets may be fields"
-    in_order = reorders and codec.has_b_frames and times == sorted(times)  # as if its codec did not reorder frames
-    if in_order and any(later <= earlier for earlier, later in pairwise(_first_times(path))):
-        yield "its times are those of decoding, and its frames are shown in another order"
-
-
-def _first_times(path: str) -> list[float]:
-    """Return the times with which a decoder returns the first frames of a file."""
-    return [-math.inf if frame.pts is None else frame.pts for frame in islice(_decoded(path, 1, []), _FIRST)]
+    if reorders and codec.has_b_frames and times == sorted(times):  # as if its codec did not reorder frames
+        first = [-math.inf if frame.pts is None else frame.pts for frame in islice(_decoded(path, 1, []), _FIRST)]
+        if any(later <= earlier for earlier, later in pairwise(first)):
+            yield "its times are those of decoding, and its frames are shown in another order"
 
 
 def longest_gap(container: Any, stream: Any) -> float:

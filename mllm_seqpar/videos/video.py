@@ -4,7 +4,7 @@ The frames of a video are those that a decoder shows if it reads the file from i
 There are three ways to their number and times, and `probe` takes the first that is known to give them:
 
 1. the container's index, if it lists every frame;
-2. a scan of the packets (demultiplexing only), unless `distrust` finds a reason why packets are not the frames;
+2. a scan of the packets (demultiplexing only), unless `reasons_to_distrust` finds why packets are not the frames;
 3. counting: all frames are decoded in order. Their times are FFmpeg's best-effort times, made ascending.
 
 Every rank computes the same plan from the same file. Times are integer ticks of the stream's time base, so ranks cannot
@@ -36,9 +36,9 @@ from .shown_frames import (
     BestEffort,
     Packet,
     ascending,
-    distrust,
     longest_gap,
     packet_facts,
+    reasons_to_distrust,
     shown_frames,
     usual_step,
 )
@@ -47,13 +47,11 @@ _PREFIX = 64
 """Packets at the start of a file whose index is complete, whose times are compared with the codec's order."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class VideoInfo:
     """Metadata of a video: the number, times and size of the frames that a decoder shows.
 
     Attributes:
-        fps: average frames per second.
-        duration: seconds from the start of the first frame to the end of the last.
         width, height: pixels of a coded frame, before a phone's rotation is applied.
         start, length: presentation time of the first frame, and `duration`, in ticks of `time_base` seconds.
         ticks: presentation time of every frame, ascending; None if they were not needed to know the other facts.
@@ -63,8 +61,6 @@ class VideoInfo:
 
     path: str
     frames: int
-    fps: float
-    duration: float
     width: int
     height: int
     start: int
@@ -72,6 +68,16 @@ class VideoInfo:
     time_base: Fraction
     ticks: tuple[int, ...] | None = field(default=None, repr=False)
     distrust: str | None = None
+
+    @property
+    def fps(self) -> float:
+        """Average frames per second."""
+        return float(self.frames / (self.length * self.time_base))
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start of the first frame to the end of the last."""
+        return float(self.length * self.time_base)
 
     def plan(self, ticks: Iterable[int]) -> "FramePlan":
         ticks, numbers, times = tuple(ticks), None, self.ticks
@@ -148,12 +154,13 @@ def _facts_of(path: str | os.PathLike[str], *, by_index: bool) -> VideoInfo:
         codec = stream.codec_context
         if by_index and _is_indexed(path, stream):
             if _begins_in_order(path, container, stream):
-                return _info(path, codec, stream.time_base, stream.start_time, stream.duration, stream.frames)
+                facts = stream.start_time, stream.duration, stream.time_base
+                return VideoInfo(os.fspath(path), stream.frames, codec.width, codec.height, *facts)
             return scan(path)
         packets = [packet_facts(codec.name, packet) for packet in demuxed(container, stream)]
         if not packets:
             raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
-        why = distrust(os.fspath(path), container, stream, packets)
+        why = next(reasons_to_distrust(os.fspath(path), container, stream, packets), None)
         if why is None:
             found = sorted((packet.pts or 0, packet.duration) for packet in packets if packet.shown)
             return _scanned(path, container, stream, [time for time, _ in found], found[-1][1])
@@ -184,8 +191,9 @@ def _begins_in_order(path: Any, container: Any, stream: Any) -> bool:
         may_reorder = codec.codec.reorder and codec.has_b_frames
         if not may_reorder or packet.pts is None or packet.pts < (packets[-2:][0].pts or 0) or len(packets) == _PREFIX:
             break
-    complete = bool(packets) and packets[0].pts == stream.start_time
-    return complete and distrust(os.fspath(path), container, stream, packets) is None
+    if not packets or packets[0].pts != stream.start_time:
+        return False
+    return next(reasons_to_distrust(os.fspath(path), container, stream, packets), None) is None
 
 
 def _count(path: str | os.PathLike[str], why: str) -> VideoInfo:
@@ -200,7 +208,8 @@ def _counted(path: str, why: str, _version: tuple[int, ...]) -> VideoInfo:
         frames = list(shown_frames(path, threads=1))
         last = frames[-1]
         ticks = tuple(frame.pts for frame in frames)
-        return _info(path, last, Fraction(1, 1000), 0, last.pts + last.duration, len(ticks), ticks, why)
+        length, milliseconds = last.pts + last.duration, Fraction(1, 1000)
+        return VideoInfo(path, len(ticks), last.width, last.height, 0, length, milliseconds, ticks, why)
     best_effort, times = BestEffort(), list[int | None]()
     for frame in shown_frames(path, threads=0):
         times.append(best_effort(frame.pts, frame.dts))
@@ -221,37 +230,12 @@ def _scanned(
     if not tail:
         tail = (ticks[-1] - ticks[0]) // (len(ticks) - 1) if len(ticks) > 1 else usual_step(stream)
     length = ticks[-1] + max(tail, 1) - ticks[0]
-    info = _info(path, stream.codec_context, stream.time_base, ticks[0], length, len(ticks), tuple(ticks), why)
+    codec, clock = stream.codec_context, stream.time_base
+    info = VideoInfo(os.fspath(path), len(ticks), codec.width, codec.height, ticks[0], length, clock, tuple(ticks), why)
     stated = (container.duration or 0) / require_av().time_base
     if info.duration < 0.9 * stated:
         warn_once("%s: its video ends at %.1f s of the %.1f s that the file states", path, info.duration, stated)
     return info
-
-
-def _info(
-    path: Any,
-    size: Any,
-    time_base: Fraction,
-    start: int,
-    length: int,
-    frames: int,
-    ticks: tuple[int, ...] | None = None,
-    why: str | None = None,
-) -> VideoInfo:
-    duration = length * time_base
-    return VideoInfo(
-        path=os.fspath(path),
-        frames=frames,
-        fps=float(frames / duration),
-        duration=float(duration),
-        width=size.width,
-        height=size.height,
-        start=start,
-        length=length,
-        time_base=time_base,
-        ticks=ticks,
-        distrust=why,
-    )
 
 
 def plan_frames(
@@ -280,9 +264,8 @@ def plan_frames(
     first, length = _clip(info, start, end)
     native = Fraction(info.frames) / (info.length * info.time_base)
     if fps is not None and fps < native:
-        rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(
-            fps
-        )  # below half a millionth, the fraction would be 0
+        # Below half a millionth, the short fraction would be 0.
+        rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(fps)
         step = 1 / (rate * info.time_base)  # ticks between planned frames
         count = -(-length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:

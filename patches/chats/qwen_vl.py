@@ -27,6 +27,7 @@ from mllm_seqpar.adapting import (
     FeatureFrames,
     FrameShard,
     FrameSource,
+    ImageListSource,
     Messages,
     answer_spans,
     media_of,
@@ -38,27 +39,8 @@ from mllm_seqpar.patches.qwen_vl import FEATURES, GRIDS, PIXELS
 _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 
 
-@dataclass(frozen=True)
-class StillImage(FrameSource):
+class StillImage(ImageListSource):
     """A still image, one temporal patch; a list of images as a video is not one."""
-
-    source: FrameSource
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def sizes(self) -> list[tuple[int, int]]:
-        return self.source.sizes()
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    def key(self) -> str:
-        return self.source.key()
-
-    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
-        return self.source.read(start, stop, size=size, batch=batch)
 
 
 @dataclass(frozen=True)
@@ -116,8 +98,8 @@ class QwenVLChats(ChatFamily):
     passes_times = False
     fps_of_pictures = 2.0
 
-    def still_frames(self, image: FrameSource) -> FrameSource:
-        return StillImage(image)
+    def still_frames(self, image: ImageListSource) -> FrameSource:
+        return StillImage(image.images)
 
     def frame_groups(self, source: FrameSource) -> FrameSource:
         frames = 1 if isinstance(source, StillImage) else self._videos.temporal_patch_size

@@ -39,10 +39,10 @@ from harness import synchronize
 from network_calls import EmulatedKernel
 from torch import Tensor
 
+from memory_meters import peak_memory
 from mllm_seqpar import patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import as_communicator
-from peak_memory import peak_memory
 from tiny_models import qwen3_vl, tiny_model
 
 MIB = 2**20

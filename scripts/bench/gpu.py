@@ -31,7 +31,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,15 +45,15 @@ import harness
 import report
 from gpu_models import MODELS, Model
 from harness import Row, medians_ms, once_ms, rounds, synchronize
-from kernels import FLOPS, measure_shape
+from kernels import measure_shape, operands, passes, rates
 
+from memory_meters import peak_memory
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.attention import lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.errors import first_line
 from mllm_seqpar.kernels import available_kernels
 from mllm_seqpar.masks import FrameMask
-from peak_memory import peak_memory
 
 BUDGET_S = 450.0
 GIB = 2**30
@@ -133,9 +132,8 @@ def attention(args: argparse.Namespace) -> Iterator[Row]:
         yield from (base | row for row in sdpa_rows(sizes, args))
         for row in measure_shape(sizes, dtype, args.device, kernels(args), causal=False, repeats=args.repeats)[1:]:
             yield base | {name: x for name, x in row.items() if "ratio" not in name and name != "causal"}
-        q, k, v, do = operands(sizes, args.device)
-        runs = passes(partial(lv_xattn, q, k, v, group="self"), (q, k, v), do)
-        yield base | {"kernel": "auto"} | timed(runs, sizes, args)
+        given = operands(sizes, args.device, dtype_of(args.device))
+        yield base | {"kernel": "auto"} | timed(partial(lv_xattn, *given[:3], group="self"), given, sizes, args)
         release(args.device)
 
 
@@ -144,41 +142,22 @@ def kernels(args: argparse.Namespace) -> list[str]:
     return [name for name in available_kernels() if args.device == "cpu" or name != "torch_cpu"]
 
 
-def operands(sizes: Sequence[int], device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, groups, rows, keys, dim = sizes
-    where: dict[str, Any] = {"device": device, "dtype": dtype_of(device)}
-    q, k, v = (
-        torch.randn(batch, h, length, dim, **where, requires_grad=True)
-        for h, length in ((heads, rows), (groups, keys), (groups, keys))
-    )
-    return q, k, v, torch.randn(batch, heads, rows, dim, **where)
-
-
-def passes(attend: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the functions to time, forward without a graph."""
-    o = attend()
-    return {
-        "forward": torch.no_grad()(attend),
-        "backward": partial(torch.autograd.grad, o, leaves, do, retain_graph=True),
-    }
-
-
 def timed(
-    runs: dict[str, Callable[[], object]], sizes: Sequence[int], args: argparse.Namespace, visible: float = 1.0
+    attend: Callable[[], Tensor],
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    args: argparse.Namespace,
+    visible: float = 1.0,
 ) -> Row:
     """Return the columns of forward and backward; `visible` is the part of the entries that a mask shows."""
     repeats = args.repeats if visible == 1 else min(2, args.repeats)  # masks take long
-    batch, heads, _, rows, keys, dim = sizes
-    row: Row = {}
-    for name, ms in medians_ms(runs, args.device, repeats).items():
-        flops = FLOPS[name] * batch * heads * rows * keys * dim * visible
-        row |= {f"{name}_ms": ms, f"{name}_tflops": flops / ms / 1e9}
-    return row
+    *leaves, do = operands
+    return rates(medians_ms(passes(attend, leaves, do), args.device, repeats), sizes, visible)
 
 
 def sdpa_rows(sizes: Sequence[int], args: argparse.Namespace) -> Iterator[Row]:
     """Yield `scaled_dot_product_attention` with each backend; the efficient one takes K and V of every query head."""
-    q, k, v, do = operands(sizes, args.device)
+    q, k, v, do = operands(sizes, args.device, dtype_of(args.device))
     for name, backend in BACKENDS.items():
         if (name == "math") != (args.device == "cpu"):
             continue
@@ -188,12 +167,12 @@ def sdpa_rows(sizes: Sequence[int], args: argparse.Namespace) -> Iterator[Row]:
             expanded = (x.detach().repeat_interleave(q.shape[1] // k.shape[1], 1).requires_grad_() for x in (k, v))
             leaves, grouped = [q, *expanded], False
 
-        def attend(leaves=leaves, backend=backend, grouped=grouped) -> Tensor:  # type: ignore[no-untyped-def]
+        def attend(leaves=leaves, backend=backend, grouped=grouped) -> Tensor:
             with sdpa_kernel([backend]):
                 return F.scaled_dot_product_attention(*leaves, enable_gqa=grouped)
 
         try:
-            yield {"kernel": f"sdpa {name}"} | timed(passes(attend, leaves, do), sizes, args)
+            yield {"kernel": f"sdpa {name}"} | timed(attend, [*leaves, do], sizes, args)
         except RuntimeError as error:
             yield {"kernel": f"sdpa {name}", "problem": first_line(error)}
 
@@ -205,7 +184,7 @@ def masks(args: argparse.Namespace) -> Iterator[Row]:
         sizes = 1, heads, groups, rows, frames * tokens, dim
         before = torch.arange(rows)[None] * (frames + 1) // rows
         mask = FrameMask.from_intervals(torch.zeros_like(before), before, tokens, frames)
-        q, k, v, do = operands(sizes, args.device)
+        q, k, v, do = given = operands(sizes, args.device, dtype_of(args.device))
         base = {"measure": "masks", "shape": ",".join(map(str, sizes)), "frames": frames}
         # Blocked matmul is slow, and the longest mask takes seconds.
         names = [name for name in kernels(args) if name != "blocked_matmul"] if frames < SLOW_FRAMES else []
@@ -214,7 +193,7 @@ def masks(args: argparse.Namespace) -> Iterator[Row]:
             try:
                 problem = wrong_rows(attend().detach(), q, k, v, before * tokens)
                 found = {"problem": problem} if problem else {}
-                found |= timed(passes(attend, (q, k, v), do), sizes, args, float(before.sum()) / rows / frames)
+                found |= timed(attend, given, sizes, args, float(before.sum()) / rows / frames)
                 yield base | {"kernel": name} | found
             except (RuntimeError, ValueError) as error:
                 yield base | {"kernel": name, "problem": first_line(error)}
@@ -239,7 +218,7 @@ def wrong_rows(o: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> s
 def ranks(args: argparse.Namespace) -> Iterator[Row]:
     heads, groups, rows, keys, dim = RANKS if not args.tiny else (4, 2, 16, 64, 32)
     sizes = 1, heads, groups, rows, keys, dim
-    q, k, v, _ = operands(sizes, args.device)
+    q, k, v, _ = operands(sizes, args.device, dtype_of(args.device))
     algorithms: dict[str, Callable[..., Tensor]] = {"lv_xattn": lv_xattn, "ring": ring_attention}
 
     def one_rank(attend: Callable[..., Tensor], comm: Communicator) -> None:

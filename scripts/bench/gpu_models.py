@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from tiny_models import SPECIAL_TOKENS, Sizes, set_weights, tiny_model
+from tiny_models import SPECIAL_TOKENS, Sizes, random_model, tiny_model
 from tiny_models.mplug_owl3 import tiny_text
 from tiny_models.qwen2_5_vl import END, START, TOKENS, VIDEO
 
@@ -19,20 +20,14 @@ TRAINED = "language_model"
 
 
 class Model:
-    """A model, its inputs, and what is measured of it.
-
-    Attributes:
-        forwards, steps: frames and text tokens of the passes.
-        growth: two numbers of frames and the text tokens, for the growth of memory.
-        unpatched_up_to: by pass, the most frames for which the unpatched model is run, whose masks are dense.
-    """
+    """A model, its inputs, and what is measured of it."""
 
     name: str
     model: Any
-    forwards: Sequence[tuple[int, int]]
+    forwards: Sequence[tuple[int, int]]  # frames and text tokens of the passes
     steps: Sequence[tuple[int, int]]
-    growth: tuple[tuple[int, int], int]
-    unpatched_up_to: Mapping[str, int]
+    growth: tuple[tuple[int, int], int]  # two numbers of frames and the text tokens, for the growth of memory
+    unpatched_up_to: Mapping[str, int]  # by pass, the most frames of the unpatched model, whose masks are dense
     cross_attention = True
 
     def inputs(self, frames: int, text: int) -> dict[str, Any]:
@@ -91,7 +86,7 @@ class Owl(Model):
             text |= {"width": 64, "mlp": 96, "layers": 4, "heads": 4, "kv_heads": 2, "cross_layers": (0, 2)}
             text, vision = text | {"vocabulary": 8192}, {"image": 56}
         sizes = Sizes(**text, **vision)
-        self.model = build(lambda: tiny_model("mplug_owl3", sizes), device, dtype)
+        self.model = build(partial(tiny_model, "mplug_owl3", sizes), device, dtype)
         self.forwards = [(256, 512), (1024, 1280), (4096, 4352)] if not tiny else [(8, 32)]
         self.steps = [(64, 512), (256, 1024), (1024, 2048)] if not tiny else [(8, 32)]
         self.growth = ((128, 384), 1024) if not tiny else ((4, 64), 80)
@@ -142,7 +137,9 @@ class Qwen(Model):
         config = Qwen2_5_VLConfig(
             vision_config=vision, text_config=text | SPECIAL_TOKENS | {"rope_parameters": rope}, **TOKENS
         )
-        self.model = build(lambda: random_weights(config), device, dtype)
+        rules = {"norm.*weight$|ln_q": (1.0, 0.2), "bias$": (0.0, 0.2)}
+        make = partial(random_model, Qwen2_5_VLForConditionalGeneration, config, rules, seed=0)
+        self.model = build(make, device, dtype)
         self.forwards = [(32, 64), (128, 64)] if not tiny else [(4, 8)]
         self.steps = [(16, 64), (64, 64)] if not tiny else [(4, 8)]
         self.growth = ((16, 48), 64) if not tiny else ((4, 64), 8)
@@ -172,12 +169,6 @@ class Qwen(Model):
         run = torch.no_grad()(lambda: self.model.model.visual(pixels, grid_thw=grid))
         seconds = medians_ms({"tower": run})["tower"] / 1e3
         return {"measure": "tower", "model": self.name, "frames": frames, "frames_per_s": frames / seconds}
-
-
-def random_weights(config: Qwen2_5_VLConfig) -> Any:
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
-    model.set_attn_implementation("sdpa")
-    return set_weights(model, {"norm.*weight$|ln_q": (1.0, 0.2), "bias$": (0.0, 0.2)})
 
 
 def close(x: Tensor, y: Tensor, allowed: float) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import multiprocessing
 
 # The first folder is for a checkout that is not installed.
 sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("", "scripts/lib")]
@@ -182,26 +182,6 @@ def slowest_rank(comm: Communicator, device: torch.device | str) -> Iterator[Sim
     synchronize(device)
     nanoseconds = int((time.perf_counter() - start) * 1e9)
     timer.seconds = max(row[0] for row in comm.gather_ints([nanoseconds])) / 1e9
-
-
-class SavedBytes:
-    """The bytes of the storages that autograd saves for backward, each once, without those of `excluded` tensors."""
-
-    def __init__(self, excluded: Iterable[Tensor]) -> None:
-        self._excluded = {x.untyped_storage().data_ptr() for x in excluded}
-        self._sizes: dict[int, int] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for address, size in self._sizes.items() if address not in self._excluded)
-
-    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
-
-    def _pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        self._sizes[storage.data_ptr()] = storage.nbytes()
-        return x.detach()  # x itself refers to the graph node that saves it: a reference cycle that is never freed
 
 
 def run_on_ranks(

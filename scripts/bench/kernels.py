@@ -11,7 +11,7 @@ kernel with different results is reported as wrong and not timed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar.errors import ConfigError, first_line
-from mllm_seqpar.kernels import BlockKernel, available_kernels, choose_kernel
+from mllm_seqpar.kernels import available_kernels, choose_kernel
 from mllm_seqpar.masks import Intervals
 
 SHAPES = {
@@ -34,7 +34,6 @@ SHAPES = {
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOPS = {"forward": 4, "backward": 10}
 """FLOP per B H S T D."""
-Runs = dict[str, Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,68 +70,72 @@ def measure_shape(
     A kernel that cannot run or has wrong results gets a row with "problem", and "wrong" if its results are wrong.
     """
     batch, heads, groups, rows, keys, dim = sizes
-    keys = rows if causal else keys
-    g = torch.Generator(device).manual_seed(0)
-    shapes = [(heads, rows), (groups, keys), (groups, keys), (heads, rows)]
-    q, k, v, do = (
-        torch.randn(batch, h, s, dim, generator=g, device=device, dtype=getattr(torch, dtype)) for h, s in shapes
-    )
-    expected, runs = sdpa(q, k, v, do, causal)
-    base = {"shape": f"{batch},{heads},{groups},{rows},{keys},{dim}", "dtype": dtype, "causal": causal}
+    sizes = batch, heads, groups, rows, rows if causal else keys, dim
+    *leaves, do = operands(sizes, device, getattr(torch, dtype))
+    options = {"is_causal": causal, "enable_gqa": heads != groups}
+    theirs = passes(partial(F.scaled_dot_product_attention, *leaves, **options), leaves, do)
+    runs, expected = {"sdpa": theirs}, [theirs["forward"](), *theirs["backward"]()]
+    base = {"shape": ",".join(map(str, sizes)), "dtype": dtype, "causal": causal}
     result = [base | {"kernel": "sdpa"}]
     intervals = Intervals.causal(rows) if causal and rows > 1 else None
+    q, k, v = (x.detach() for x in leaves)
     for name in kernels or available_kernels():
         row = base | {"kernel": name}
         try:
             kernel, _ = choose_kernel(name, q, k, intervals)
-            problem, of_kernel = check_results(kernel, q, k, v, do, intervals, expected)
+            forward = partial(kernel.forward, q, k, v, scale=dim**-0.5, intervals=intervals)
+            o, lse = forward()
+            backward = partial(kernel.backward, do, q, k, v, o, lse, scale=dim**-0.5, intervals=intervals)
+            problem = difference((o, *backward()), expected)
             row |= {"problem": problem, "wrong": True} if problem else {}
-            runs |= of_kernel
+            runs[name] = {"forward": forward, "backward": backward}
         except ConfigError as error:
             row["problem"] = first_line(error)
         except RuntimeError as error:
             row |= {"problem": first_line(error), "wrong": True}
         result.append(row)
-    times = harness.medians_ms(runs, device, repeats)
-    entries = batch * heads * rows * keys * dim * (0.5 if causal else 1.0)
-    for row in (row for row in result if "problem" not in row):
-        for direction, count in FLOPS.items():
-            ms = times[f"{row['kernel']} {direction}"]
-            row[f"{direction}_ms"] = round(ms, 4)
-            row[f"{direction}_ratio"] = round(ms / times[f"sdpa {direction}"], 3)
-            row[f"{direction}_tflops"] = round(count * entries / ms / 1e9, 4)
+    right = [row for row in result if "problem" not in row]
+    both = {(row["kernel"], direction): runs[row["kernel"]][direction] for row in right for direction in FLOPS}
+    times = harness.medians_ms(both, device, repeats)
+    for row in right:
+        row |= rates({d: times[row["kernel"], d] for d in FLOPS}, sizes, 0.5 if causal else 1.0)
+        row |= {f"{d}_ratio": times[row["kernel"], d] / times["sdpa", d] for d in FLOPS}
     return result
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[list[Tensor], Runs]:
-    """Return o, dq, dk, dv of PyTorch's attention, and the functions to time."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
-    forward = partial(F.scaled_dot_product_attention, *leaves, **options)
-    o = forward()
+def operands(sizes: Sequence[int], device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return random q, k, v, which require gradients, and do, for sizes (B, H, G, S, T, D)."""
+    batch, heads, groups, rows, keys, dim = sizes
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (
+        torch.randn(batch, h, length, dim, generator=generator, device=device, dtype=dtype)
+        for h, length in ((heads, rows), (groups, keys), (groups, keys), (heads, rows))
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+
+
+def passes(attend: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return the functions to time, forward without a graph."""
+    o = attend()
     backward = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
-    return [o.detach(), *backward()], {"sdpa forward": forward, "sdpa backward": backward}
+    return {"forward": torch.no_grad()(attend), "backward": backward}
 
 
-def check_results(
-    kernel: BlockKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    intervals: Intervals | None,
-    expected: list[Tensor],
-) -> tuple[str | None, Runs]:
-    """Return how a kernel's results differ from PyTorch's (None: they agree), and the functions to time."""
-    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "intervals": intervals}
-    forward = partial(kernel.forward, q, k, v, **options)
-    o, lse = forward()
-    backward = partial(kernel.backward, do, q, k, v, o, lse, **options)
-    for name, x, y in zip(("o", "dq", "dk", "dv"), (o, *backward()), expected, strict=True):
+def rates(ms: Mapping[str, float], sizes: Sequence[int], visible: float = 1.0) -> Row:
+    """Return the columns of forward and backward; `visible` is the part of the entries that a mask shows."""
+    batch, heads, _, rows, keys, dim = sizes
+    entries = batch * heads * rows * keys * dim * visible
+    row: Row = {f"{direction}_ms": value for direction, value in ms.items()}
+    return row | {f"{d}_tflops": FLOPS[d] * entries / value / 1e9 for d, value in ms.items()}
+
+
+def difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    """Return how o, dq, dk, dv of a kernel differ from PyTorch's; None if they agree."""
+    for name, x, y in zip(("o", "dq", "dk", "dv"), results, expected, strict=True):
         error = float((x.float() - y.float()).norm() / y.float().norm())
-        if not error <= CLOSE[q.dtype]:
-            return f"wrong: {name} differs by {error:.1e} from scaled_dot_product_attention", {}
-    return None, {f"{kernel.name} forward": forward, f"{kernel.name} backward": backward}
+        if not error <= CLOSE[y.dtype]:
+            return f"wrong: {name} differs by {error:.1e} from scaled_dot_product_attention"
+    return None
 
 
 if __name__ == "__main__":

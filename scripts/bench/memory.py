@@ -40,17 +40,16 @@ import torch
 from models import ScaledModel, scaled
 from torch import Tensor
 
+from memory_meters import SavedBytes, peak_memory
 from mllm_seqpar import FrameShard, patch_model, unpatch_model
 from mllm_seqpar.attention import call_spec
 from mllm_seqpar.comm import Communicator, as_communicator
 from mllm_seqpar.planner import ParallelSpec
-from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.memory import memory_after_tower
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES
-from peak_memory import peak_memory
 
 DEFAULTS = {"mplug_owl3": (4, 128), "open_flamingo": (32, 352), "idefics": (8, 128), "moss_vl": (8, 128)}
 """Frames and text tokens of the smaller of the two sizes."""
@@ -106,7 +105,7 @@ class MemoryBenchmark:
             return published
         if self.frame_tokens:
             return published // self.scale
-        published_width = read_model(CONFIGS / "models" / f"{sizes.name}.yaml").cross.visual_dim
+        published_width = read_model(sizes.name).cross.visual_dim
         return published * self.largest * sizes.cross.visual_dim // (PUBLISHED_FRAMES * published_width)
 
     def columns(self, mode: Mode) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class MemoryBenchmark:
             gc.collect()
             with peak_memory(self.device) as peak:
                 features = self.features(frames)
-                saved = harness.SavedBytes([*self.model.parameters(), features])
+                saved = SavedBytes([*self.model.parameters(), features])
                 with saved.counting():
                     loss = self.loss(frames, features)
                 loss.backward()

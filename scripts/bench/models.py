@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from mllm_seqpar import FrameShard
-from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from tiny_models import Sizes, tiny_model
 
@@ -226,7 +225,7 @@ def scaled_sizes(name: str, scale: int, layers: int) -> ModelSizes:
     def divided(part: Any, *widths: str) -> Any:
         return part and replace(part, **{width: getattr(part, width) // scale for width in widths})
 
-    model = read_model(CONFIGS / "models" / f"{name}.yaml")
+    model = read_model(name)
     return replace(
         model,
         text=replace(divided(model.text, "hidden", "head_dim", "mlp_inner"), layers=layers, vocabulary=WORDS.stop),

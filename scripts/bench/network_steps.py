@@ -42,7 +42,7 @@ from network_calls import (
     setting_columns,
     without_transfers,
 )
-from paper_tables import PaperRow, read_table
+from paper_tables import PaperRow, paper_row
 from torch import Tensor
 
 from mllm_seqpar import FrameShard, patch_model
@@ -52,11 +52,6 @@ from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec, VisualProj
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.projections import FunctionProjection
 from namespaces import Network
-
-
-def paper_row(table: str, label: str, number: int) -> PaperRow:
-    """Return a model's row: 0 has the longest video, 1 half the frames, 2 half of text and frames."""
-    return [row for row in read_table(table) if row.label == label][number]
 
 
 def scaled_step(
@@ -70,14 +65,9 @@ def scaled_step(
     layers: int = 1,
     block_s: float | None = None,
 ) -> Setting:
-    """Return the setting of a step with the proportions of a row of the paper.
+    """Return the setting of a step with the proportions of a row of the paper, all widths divided by `scale`.
 
-    Args:
-        family: that of the model. Llama's is not the paper's model of that row.
-        scale: divisor of all widths.
-        rows: query rows of a rank.
-        layers: layers with cross-attention, every second layer of the model.
-        block_s: seconds of an emulated block's forward pass; None: real blocks.
+    Every second layer of the model, `layers` in all, has cross-attention. Llama is not the paper's model of its row.
     """
     llama = family == "mllama"
     model = scaled(family, scale, "llama-3.2-11b-vision" if llama else row.model.name, 2 * layers, every=2)

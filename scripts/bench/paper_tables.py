@@ -21,7 +21,6 @@ import report
 from harness import Row
 
 from mllm_seqpar.planner import AttentionCall, ParallelSpec, read_cluster
-from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded
 
@@ -32,19 +31,12 @@ GPUS = {"table3": 16, "table4": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the authors' runs reached on a cluster.
+    """What the authors' runs reached on a cluster."""
 
-    Attributes:
-        attention: FLOP/s by head dimension, each of which has its own kernel.
-        block_s: seconds of a block that do not depend on its size.
-        network: bytes/s between nodes, by model family.
-        overlap: the part of the computation that overlaps with transfers, by model family.
-    """
-
-    attention: Mapping[int, float]
-    block_s: float
-    network: Mapping[str, float]
-    overlap: Mapping[str, float]
+    attention: Mapping[int, float]  # FLOP/s by head dimension, each of which has its own kernel
+    block_s: float  # seconds of a block that do not depend on its size
+    network: Mapping[str, float]  # bytes/s between nodes, by model family
+    overlap: Mapping[str, float]  # the part of the computation that overlaps with transfers, by model family
 
 
 RATES = {
@@ -94,14 +86,19 @@ class PaperRow:
 
 def read_table(name: str) -> list[PaperRow]:
     lines = [line for line in (TABLES / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
-    found = []
+    rows = []
     for row in csv.DictReader(lines):
         file = row["model"].lower().replace("openflamingo", "open-flamingo")
-        model = read_model(CONFIGS / "models" / f"{file}.yaml")
+        model = read_model(file)
         seconds = {"ring": float(row["ca_ring_s"]), "lv-xattn": float(row["ca_lvxattn_s"])}
         steps = {"ring": float(row["total_ring_s"]), "lv-xattn": float(row["total_lvxattn_s"])}
-        found.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds, steps))
-    return found
+        rows.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds, steps))
+    return rows
+
+
+def paper_row(table: str, label: str, number: int = 0) -> PaperRow:
+    """Return a model's row: 0 has the longest video, 1 half the frames, 2 half of text and frames."""
+    return [row for row in read_table(table) if row.label == label][number]
 
 
 def predicted(row: PaperRow) -> dict[str, float]:
@@ -109,7 +106,7 @@ def predicted(row: PaperRow) -> dict[str, float]:
     cross, rates, gpus = row.model.cross, RATES[row.table], GPUS[row.table]
     attention, link = rates.attention[cross.head_dim], rates.network[row.family]
     cluster = replace(
-        read_cluster(CONFIGS / "clusters" / f"{CLUSTERS[row.table]}.yaml"),
+        read_cluster(CLUSTERS[row.table]),
         attention_forward=attention,
         attention_backward=attention,
         block_overhead_s=rates.block_s,

@@ -22,7 +22,6 @@ from harness import Row
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
-from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import Plan, StrategyPlan, make_plan
 from mllm_seqpar.planner.workload import SELF_ATTENTION, Workload
@@ -40,7 +39,7 @@ def main() -> None:
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
-    model, cluster = read_model(find_file("model", args.model)), read_cluster(args.cluster)
+    model, cluster = read_model(args.model), read_cluster(args.cluster)
     for minutes in args.minutes:
         for gpus in args.gpus:
             plan = make_plan(Workload(model=model, frames=60 * minutes, text=args.text, gpus=gpus), cluster)

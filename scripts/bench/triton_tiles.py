@@ -28,9 +28,10 @@ import harness
 import report
 import torch
 from harness import Row
+from kernels import operands
 from torch import Tensor
 
-from mllm_seqpar.kernels import kernel_by_name, triton_launches
+from mllm_seqpar.kernels import FinalRows, kernel_by_name, triton_launches
 from mllm_seqpar.kernels.base import merge_
 from mllm_seqpar.kernels.triton_launches import SHARED_MEMORY, Launch, Tiles, launch_of, padded, rows_at_once
 from mllm_seqpar.masks import Intervals
@@ -87,20 +88,17 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
     """Yield the rates of the default tiles, of each candidate, and of kernels to compare with."""
     from triton.testing import do_bench
 
-    dtype, generator = getattr(torch, args.dtype), torch.Generator("cuda").manual_seed(0)
-    q, do, k, v = (
-        torch.randn(1, heads, length, dim, generator=generator, device="cuda", dtype=dtype)
-        for heads, length in 2 * [(HEADS, args.rows)] + 2 * [(GROUPS, args.keys)]
-    )
+    dtype, sizes = getattr(torch, args.dtype), (1, HEADS, GROUPS, args.rows, args.keys, dim)
+    q, k, v, do = (x.detach() for x in operands(sizes, "cuda", dtype))
     row = torch.arange(args.rows)[None]
     stairs = Intervals(torch.zeros_like(row), (row + 1) * args.keys // args.rows, args.keys)
 
     def rates(name: str, intervals: Intervals | None) -> Row:
         kernel, scale = kernel_by_name(name), dim**-0.5
         o, lse = kernel.forward(q, k, v, scale=scale, intervals=intervals)
-        delta = (do.float() * o.float()).sum(-1)
+        final = FinalRows(q, o, lse, do).with_delta()
         forward = do_bench(lambda: kernel.forward(q, k, v, scale=scale, intervals=intervals))
-        backward = do_bench(lambda: kernel.backward(do, q, k, v, o, lse, scale=scale, intervals=intervals, delta=delta))
+        backward = do_bench(lambda: kernel.backward(final, k, v, scale=scale, intervals=intervals))
         units = whole if intervals is None else shown
         return {"forward": 4 * units / forward, "backward": 10 * units / backward}
 

@@ -119,10 +119,6 @@ def share_one_gpu(comm: Communicator) -> bool:
     return comm.size > torch.cuda.device_count() == 1
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 class Kernel(NamedTuple):
     """A kernel on the device, with its stream and its times in nanoseconds."""
 

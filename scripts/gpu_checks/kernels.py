@@ -12,9 +12,10 @@ from gpu_checks.common import FEW, Row, build, dtype_name, host_synchronisations
 from torch import Tensor
 from torch.nn import functional as F
 
+from dense_attention import dense_attention
 from mllm_seqpar import patch_model
 from mllm_seqpar.errors import first_line
-from mllm_seqpar.kernels import BlockKernel, choose_kernel, kernel_by_name, kernel_names
+from mllm_seqpar.kernels import BlockKernel, FinalRows, choose_kernel, kernel_by_name, kernel_names
 from mllm_seqpar.kernels.base import merge
 from mllm_seqpar.masks import Intervals
 
@@ -163,18 +164,16 @@ def in_two_blocks(kernel: BlockKernel, p: Problem) -> dict[str, Tensor]:
     o, lse = parts[0][0].float(), parts[0][1]
     for part in parts[1:]:
         o, lse = merge((o, lse), part)
-    grads = [kernel.backward(p.do, p.q, k, v, o, lse, **options) for k, v, options in blocks]
+    rows = FinalRows(p.q, o, lse, p.do)
+    grads = [kernel.backward(rows, k, v, **options) for k, v, options in blocks]
     dq = torch.stack([g[0].float() for g in grads]).sum(0)
     return {"o": o, "dq": dq, "dk": torch.cat([g[1] for g in grads], 2), "dv": torch.cat([g[2] for g in grads], 2)}
 
 
 def reference(p: Problem) -> dict[str, Tensor]:
     """Return o, dq, dk, dv in float64."""
-    leaves = q, k, v = [x.detach().double().requires_grad_() for x in (p.q, p.k, p.v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    visible = p.visible
-    scores = (q @ keys.mT * p.options["scale"]).masked_fill(~visible[:, None], torch.finfo(torch.float64).min)
-    o = scores.softmax(-1) * visible[:, None] @ values  # 0 in rows without a visible key
+    leaves = [x.detach().double().requires_grad_() for x in (p.q, p.k, p.v)]
+    o, _ = dense_attention(*leaves, p.visible, p.options["scale"])
     grads = torch.autograd.grad(o, leaves, p.do.double())
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
 

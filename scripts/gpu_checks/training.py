@@ -19,12 +19,14 @@ import torch
 from accelerate import Accelerator
 from gpu_checks.common import DTYPE, Row, build, inputs, kernels_of, mib, relative, streams
 from gpu_checks.kernels import synchronisations
-from harness import SavedBytes, medians_ms
+from harness import medians_ms
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from memory_meters import peak_memory as memory_meter
+from memory_meters import saved
 from mllm_seqpar import patch_model, unpatch_model
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.integrations.accelerate import enable_fsdp2_on_cpu, require_sharded, set_fsdp_units
@@ -34,7 +36,6 @@ from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import ParallelSpec
 from mllm_seqpar.planner.memory import COMMUNICATOR_BYTES, COMMUNICATORS, USABLE, peak_memory
 from mllm_seqpar.planner.workload import Workload
-from peak_memory import peak_memory as memory_meter
 
 LOOPBACK_RANKS = 2
 SIZES = {"cuda": (16, 512), "cpu": (3, 40)}
@@ -190,10 +191,7 @@ def saved_bytes(run: Callable[[], Tensor], excluded: list[Tensor]) -> int:
         size = torch.cuda.memory_allocated() - before
         del loss
         return size
-    saved = SavedBytes(excluded)
-    with saved.counting():
-        run()
-    return saved.bytes
+    return saved(run, *excluded)
 
 
 def check_ranks(comm: Communicator, device: torch.device) -> Iterator[Row]:

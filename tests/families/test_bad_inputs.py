@@ -17,8 +17,8 @@ from family_harness import FAMILIES, family_module, inputs_of, model_of, on_rank
 from mllm_seqpar import FrameShard, frame_range, patch_model
 from mllm_seqpar._compat import cache_argument, cache_of
 from mllm_seqpar.comm import run_loopback
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from model_copies import tiny_model
 from tiny_models import idefics
 from tiny_models.mllama import CROSS_LAYERS, PATCHES, TILES
@@ -99,8 +99,8 @@ IDEFICS = idefics.Case(frames=(4,), mask="before", labels=None, model=INSTRUCT)
 LATENTS = {"pixel_values": None, "perceiver_embeddings": torch.zeros(1, 4, 3, 24)}
 IDEFICS_ERRORS = {
     (ValueError, ""): {
-        r"image_attention_mask: expected \(samples, text tokens, .* got nothing": {"image_attention_mask": None},
-        r"got \(1, 4, 4\)": {"image_attention_mask": torch.ones(1, 4, 4)},
+        r"image_attention_mask is missing; expected \(1, 11, images of a": {"image_attention_mask": None},
+        r"has shape \(1, 4, 4\); expected \(1, 11, images of a": {"image_attention_mask": torch.ones(1, 4, 4)},
         "whose mask is for 3 each": {"image_attention_mask": torch.ones(1, 11, 3)},
         "IDEFICS needs images: pass one of pixel_values": {"pixel_values": None},
         "pass interpolate_pos_encoding=True": {"pixel_values": torch.zeros(1, 4, 3, 24, 24)},
@@ -117,7 +117,7 @@ MLLAMA = Mllama(frames=((3, 1, 2, 3),), labels=None)
 PREVIEW = Preview(frames=(3, 1), labels=None)
 PREVIEW_CHANGES: dict[str, Inputs] = {
     r"vision_position_ids has shape \(2, 2\); expected \(2, 3\)": {"vision_position_ids": torch.ones(2, 2).long()},
-    r"expected \(batch, images, 1 tiles, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
+    r"expected \(images, 1, channels": {"pixel_values": torch.zeros(2, 3, 2, 3, SIDE, SIDE)},
     "3 tiles in all images of a sample": {"cross_attention_mask": torch.ones(2, 11, 2, 1)},
 }
 PREVIEW_OTHERS = {"digest of the positions of frames": lambda x: {"vision_position_ids": x["vision_position_ids"] + 1}}
@@ -137,13 +137,13 @@ MLLAMA_MASKS = {
 RATIOS = ("aspect_ratio_ids", "aspect_ratio_mask")
 MLLAMA_CHANGES: dict[str, Inputs] = {
     **{message: {"cross_attention_mask": torch.ones(shape)} for message, shape in MLLAMA_MASKS.items()},
-    "given without aspect_ratio_ids, aspect_ratio_mask; pass what the processor returns": dict.fromkeys(RATIOS),
-    r"\[\(4, 3, 3, 28, 28\), \(1,\), \(4, 3\)\] by images": {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
-    r"expected \(batch, images, 3 tiles, channels": {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
-    r"\[\(12, 3, 28, 28\), \(4,\), ": {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
+    r"aspect_ratio_ids is missing; expected \(4\)": dict.fromkeys(RATIOS),
+    r"aspect_ratio_ids has shape \(1,\); expected \(4\)": {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)},
+    r"expected \(images, 3, channels": {"pixel_values": torch.zeros(1, 4, 2, 3, 28, 28)},
+    r"has shape \(12, 3, 28, 28\); expected \(images, 3,": {"pixel_values": torch.zeros(4, 3, 3, 28, 28)},
     "pass either pixel_values or cross_attention_states, not both": _states(12, PATCHES, 64),
-    r"\(12, 5, 96\); expected \(batch x images x tiles, patches, 64\) with 5": NO_PIXELS | _states(12, PATCHES, 96),
-    "with 5 patches a tile, as cross_attention_mask has it": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
+    r"\(12, 5, 96\); expected \(tiles of all images, 5, 64\)": NO_PIXELS | _states(12, PATCHES, 96),
+    r"\(1, 59, 64\); expected \(tiles of all images, 5, 64\)": NO_PIXELS | _states(1, 12 * PATCHES - 1, 64),
     "output_attentions=True: attention weights do not exist": {"output_attentions": True},
 }
 
@@ -198,9 +198,9 @@ MOSS_ERRORS: Errors = {
         r"grid_thw has shape \(4,\)": {"grid_thw": torch.ones(4, dtype=torch.long)},
         r"grid_thw has shape \(2, 3\); .* all above 0": {"grid_thw": torch.tensor([[0, 4, 6], [4, 6, 4]])},
         "media_nums_per_sample is .*3.* for 2 rows": {"media_nums_per_sample": [3]},
-        r"pixel_values: expected \(patches, values\), got \(1, 96, 48\)": {"pixel_values": torch.zeros(1, 96, 48)},
+        r"pixel_values has shape \(1, 96, 48\); expected \(patches, values\)": {"pixel_values": torch.zeros(1, 96, 48)},
         "pass either pixel_values or visual_embeds, not both": {"visual_embeds": torch.zeros(28, 64)},
-        r"visual_embeds: expected \(visual tokens, 64\), got": {
+        r"visual_embeds has shape \(28, 32\); expected \(visual tokens, 64\)": {
             "pixel_values": None,
             "visual_embeds": torch.zeros(28, 32),
         },
@@ -274,7 +274,7 @@ BAD = {
             QWEN_ERRORS
             | {
                 (ShapeError, "", lambda x, comm, f=family: x | WRONG_EMBEDDINGS[f]): {
-                    r"visual_embeds: has shape \(\d+, \d+\); expected \(tokens, \d+\)": {}
+                    r"visual_embeds has shape \(\d+, \d+\); expected \(tokens, \d+\)": {}
                 }
             },
         )
@@ -292,8 +292,8 @@ def test_bad_inputs_are_refused_on_every_rank(family: str) -> None:
 def test_bad_media_of_open_flamingo_are_refused_on_every_rank() -> None:
     flamingo = family_module("open_flamingo")
     different = {
-        "expected .*one frame to a medium": torch.zeros(2, 2, 3, 3, 12, 12),
-        r"expected \(B, media, 1, C, H, W\)": torch.zeros(2, 2, 3, 12, 12),
+        r"\(4, 3, 3, 12, 12\); expected .*one frame to a medium": torch.zeros(2, 2, 3, 3, 12, 12),
+        r"expected \(media, 1, channels, height, width\)": torch.zeros(2, 2, 3, 12, 12),
         "0 media for 2 samples": torch.zeros(2, 0, 1, 3, 12, 12),
         "2 rows of text, but media for 3 samples": flamingo.pixels(3, 2),
         DIFFERENT: flamingo.pixels(2, 2, seed=9),

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from emulated_device import to_device
 from fake_cuda import fake_cuda
 from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import build
@@ -35,20 +36,6 @@ def fake_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _fake(x: Tensor) -> Tensor:
     dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="cuda")
-
-
-def _make_fake(model: Any) -> None:
-    """Replace parameters and buffers by fake ones; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                if id(weight) not in made:
-                    made[id(weight)] = nn.Parameter(_fake(weight.detach()), weight.requires_grad)
-                module._parameters[name] = made[id(weight)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
 
 
 def _read_by_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -89,9 +76,9 @@ def test_step_reads_the_device_in_one_place_only(
 
     monkeypatch.setattr(ForwardInputs, "read", read)
     with fake_cuda(autograd=True), torch.autograd.set_multithreading_enabled(False):
-        _make_fake(model)
+        to_device(model, _fake)
         patch_model(model, **options)
-        loss = model(**{name: _fake(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}).loss
+        loss = model(**to_device(inputs, _fake)).loss
         loss.backward()  # raises HostSynchronisation where the host would wait for the device
     assert len(reads) == 1 and loss.device.type == "cuda"
     assert sum(weight.grad is not None for weight in model.parameters()) > len(list(model.parameters())) // 2

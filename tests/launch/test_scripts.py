@@ -7,7 +7,7 @@ import pytest
 from launch import PYTHON, LaunchHang, launch
 from mllm_seqpar.training.checkpoints import last_checkpoint
 from mllm_seqpar.training.finetune import fine_tune
-from training_logs import assert_same_trajectory, log_of
+from training_logs import assert_same_trajectory, fine_tuning, log_of
 
 CONFIG = "configs/fsdp2_cpu_2.yaml"
 
@@ -24,9 +24,9 @@ def test_a_hang_shows_the_output_so_far(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.launch
 @pytest.mark.slow
 def test_launched_ranks_train_as_one_process_and_end_when_one_fails(training_files: Path, tmp_path: Path) -> None:
-    argv = ["--model", training_files / "model", "--data", training_files / "train.jsonl", "--adam_epsilon", 1e-4]
-    argv += ["--max-steps", 4, "--save_steps", 2, "--global_batch_size", 4, "--disable_tqdm", True, "--output_dir"]
-    failed = launch(2, "tests/launch/fine_tune_with_failing_rank.py", *argv, tmp_path, config=CONFIG)
+    options = ("--max-steps", 4, "--save_steps", 2, "--global_batch_size", 4)
+    argv = fine_tuning(training_files, tmp_path, *options)
+    failed = launch(2, "tests/launch/fine_tune_with_failing_rank.py", *argv, config=CONFIG)
     assert failed.returncode != 0
     assert "1 data parallel x 2 sequence parallel ranks" in failed.output, failed.output
     assert "[rank 1] error: clip.mp4: cannot be decoded" in failed.output, failed.output
@@ -34,5 +34,5 @@ def test_launched_ranks_train_as_one_process_and_end_when_one_fails(training_fil
     last = [line for line in failed.output.splitlines() if line.strip("= ")][-1]  # of the launcher's report
     assert last == "  traceback : error: clip.mp4: cannot be decoded", failed.output
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    fine_tune([*map(str, [*argv, tmp_path / "one", "--stop_after", 2])])
+    fine_tune(fine_tuning(training_files, tmp_path / "one", *options, "--stop_after", 2))
     assert_same_trajectory(log_of(tmp_path / "checkpoint-2"), log_of(tmp_path / "one"))

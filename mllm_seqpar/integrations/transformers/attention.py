@@ -37,12 +37,14 @@ def seqpar_attention(
     """query (B, H, s, D), key and value (B, G, s, D) of this rank's tokens -> o (B, s, H, D), and no weights."""
     if seqpar is not None and dropout:
         refuse_dropout(dropout)  # even with all text on every rank, because each rank would drop different weights
-    text_mask = "decoder" if seqpar is None else seqpar.text_mask(sliding_window)
-    if seqpar is None or (seqpar.recorder is None and text_mask != "intervals"):
+    kind = "decoder" if seqpar is None else seqpar.text_mask_kind(sliding_window)
+    if seqpar is None or (seqpar.recorder is None and kind != "intervals"):
         # What `attend` would do, in fewer steps.
-        mask = attention_mask if text_mask == "decoder" else None
+        mask = attention_mask if kind == "decoder" else None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    options = {"window": sliding_window, "mask": attention_mask, "model_attention": model_attention(module, **kwargs)}
+    options: dict[str, Any] = {"window": sliding_window, "mask": attention_mask}
+    if kind != "intervals":
+        options["model_attention"] = model_attention(module, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend_text(seqpar, query, key, value, scale, options).transpose(1, 2), None
 
@@ -51,7 +53,7 @@ def seqpar_attention(
 def _attend_text(
     seqpar: ForwardState, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]
 ) -> Tensor:
-    return seqpar.attend(q, [seqpar.text_keys(q, k, v, **options)], scale)
+    return seqpar.attend_each(q, [[seqpar.text_keys(q, k, v, **options)]], scale)[0]
 
 
 def model_attention(module: nn.Module, **kwargs: Any) -> ModelAttention:
@@ -90,15 +92,14 @@ def use_seqpar_attention(patch: Patch, modules: Iterable[nn.Module]) -> None:
     """
     AttentionInterface.register(NAME, seqpar_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without one, transformers would silently pass no mask
-    owners = {id(owner): owner for module in modules for owner in _modules_with_config(module)}
-    for owner in owners.values():
+    owners: dict[nn.Module, None] = {}  # once each, in order
+    for module in modules:
+        # A wrapper that only passes on attributes (PEFT) contains the modules that have them.
+        for owner in [module] if "config" in vars(module) else module.modules():
+            if hasattr(vars(owner).get("config"), "_attn_implementation"):
+                owners[owner] = None
+    for owner in owners:
         patch.set(owner, "config", _ConfigView(owner.config))
-
-
-def _modules_with_config(module: nn.Module) -> list[nn.Module]:
-    """Return `module`, or, if it is a wrapper that only passes on attributes (PEFT), the modules within it."""
-    candidates = [module] if "config" in vars(module) else module.modules()
-    return [inner for inner in candidates if hasattr(vars(inner).get("config"), "_attn_implementation")]
 
 
 class _ConfigView:

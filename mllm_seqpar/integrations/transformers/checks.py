@@ -18,9 +18,8 @@ from transformers.utils import TransformersKwargs
 
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree, by_rank
-from mllm_seqpar.digests import fingerprint
+from mllm_seqpar.digests import checksum, fingerprint, sampled_bits
 from mllm_seqpar.errors import AgreementError, ConfigError, ShapeError
-from mllm_seqpar.runtime.checksums import checksum, sampled_bits
 from mllm_seqpar.runtime.text import select_logit_rows
 from mllm_seqpar.sharding import APPENDED, FRAME_LAYOUTS, FrameShard, FrameSizes, describe_spans
 

@@ -89,7 +89,13 @@ class Family(ModelFacts[InputsT]):
     @classmethod
     def install(cls, model: Any, context: SeqParContext, patch: Patch) -> None:
         """Replace the forwards of the sites and of the model, each through `patch`."""
-        _refuse_own_forward(model, cls.model_class)
+        named: list[Any] = [each for each in type(model).__mro__ if each.__name__ == cls.model_class]
+        if named and type(model).forward is not named[0].forward:
+            raise AdapterError(
+                f"patch_model: {type(model).__name__} overrides the forward of {cls.model_class}, and the patched "
+                f"forward would not call it. Patch a {cls.model_class}, and write what the override adds as a module "
+                "or a function that calls the model"
+            )
         family = cls(model, context)
         text, visual = list(family.text_attention()), dict(family.visual_attention())
         use_seqpar_attention(patch, text)
@@ -160,37 +166,26 @@ TEXT_ARGUMENTS = (
 
 
 def text_arguments(family: ModelFacts[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of `ForwardInputs` that are the same in all families, given `TEXT_ARGUMENTS` of a call."""
-    text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
-    past, use_cache = text["cache"], text["use_cache"]
-    by_default = bool(getattr(family.text_config, "use_cache", False))  # not every config has it
-    wanted = by_default if use_cache is None else use_cache
-    unpatched_has_cache = past is not None or (bool(wanted) and not drops_cache(family.decoder))
-    labels = text["labels"] if text["shift_labels"] is None else text["shift_labels"]
-    makes_cache = _makes_cache(family, past, use_cache, labels is not None, by_default)
-    return text | {"use_cache": makes_cache, "detects_packing": not unpatched_has_cache}
+    """Return those arguments of `ForwardInputs` that are the same in all families, given `TEXT_ARGUMENTS` of a call.
 
-
-def _makes_cache(
-    family: ModelFacts[Any], past: Any, use_cache: bool | None, has_labels: bool, by_default: bool
-) -> bool:
-    """Return whether a pass fills or continues a cache: if there is one, or the caller requests one.
-
-    If the caller does not say (`use_cache=None`), one process makes a cache as the unpatched model does, except in
-    training, where the cache would hold K and V that are otherwise recomputed. Several ranks make none, because a
-    cache needs all text on every rank. Where gradient checkpointing drops the cache, no new one is made. With
-    offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
+    A pass uses a cache if it is given one or the caller requests one (`use_cache`). If the caller does not say, one
+    process makes a cache as the unpatched model does, except in training, where the cache would hold K and V that are
+    otherwise recomputed. Several ranks make none, because a cache needs all text on every rank. Where gradient
+    checkpointing drops the cache, no new one is made. With offloaded features none is made in grad mode, because its K
+    and V in host memory have no gradients.
     """
     model, context = family.model, family.context
-    if past is not None or use_cache is False:
-        return past is not None
-    if model.training and any(map(drops_cache, family.checkpointed_modules)):
-        return False
-    if use_cache:
-        return True
-    trains = model.training and torch.is_grad_enabled()
-    trains |= context.config.visual_offload is not None and torch.is_grad_enabled()
-    return context.comm.size == 1 and not has_labels and not trains and by_default
+    text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
+    has_cache, use_cache = text["cache"] is not None, text["use_cache"]
+    by_default = bool(getattr(family.text_config, "use_cache", False))  # not every config has it
+    wanted = by_default if use_cache is None else use_cache
+    unpatched_has_cache = has_cache or (bool(wanted) and not drops_cache(family.decoder))
+    if use_cache is None and wanted:
+        trains = torch.is_grad_enabled() and (model.training or context.config.visual_offload is not None)
+        has_labels = text["labels"] is not None or text["shift_labels"] is not None
+        wanted = context.comm.size == 1 and not has_labels and not trains
+    makes_cache = bool(wanted) and not (model.training and any(map(drops_cache, family.checkpointed_modules)))
+    return text | {"use_cache": has_cache or makes_cache, "detects_packing": not unpatched_has_cache}
 
 
 def as_forward(model: Any, forward: Callable[..., Any], doc: str = "") -> Any:
@@ -236,15 +231,3 @@ def _model_forward(family: Family[Any]) -> Any:
     )
     frames = " or ".join(f"`{name}`" for name in family.frame_arguments)
     return as_forward(family.model, forward, family.forward_doc.replace("{frames}", frames))
-
-
-def _refuse_own_forward(model: nn.Module, model_class: str) -> None:
-    """Raise AdapterError if a subclass of the family's model class overrides its forward, which is replaced."""
-    named = (each for each in type(model).__mro__ if each.__name__ == model_class)
-    known: Any = next(named, type(model))
-    if type(model).forward is not known.forward:
-        raise AdapterError(
-            f"patch_model: {type(model).__name__} overrides the forward of {known.__name__}, and the patched "
-            f"forward would not call it. Patch a {known.__name__}, and write what the override adds as a module or "
-            "a function that calls the model"
-        )

@@ -38,7 +38,10 @@ def patch_generate(
         records = patch.context.records
         if comm.size > 1:
             recorded = ", attention over frames is recorded" if records else ""
-            agree(comm, "generate", lambda: {"settings": _describe_settings(config, kwargs) + recorded}, dict)
+            # The settings that determine the generated tokens; the streamer may differ between ranks.
+            settings = sorted({**config.to_dict(), **kwargs, "streamer": None}.items())
+            described = ", ".join(f"{name}={text}" for name, x in settings if (text := _describe_value(x)))
+            agree(comm, "generate", lambda: {"settings": described + recorded}, dict)
         for record in records:
             _refuse_unrecorded(config, kwargs)
             record.begin_answer()
@@ -49,9 +52,13 @@ def patch_generate(
 
     patch.set(model, "generate", generate)
     if comm.size > 1:
-        patch.set(
-            model, "_get_stopping_criteria", functools.partial(_ended_by_rank_0, model._get_stopping_criteria, comm)
-        )
+        unpatched_criteria = model._get_stopping_criteria
+
+        def stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
+            criteria = unpatched_criteria(*args, **kwargs)
+            return StoppingCriteriaList([x if isinstance(x, _BY_TOKENS) else _OfRank0(x, comm) for x in criteria])
+
+        patch.set(model, "_get_stopping_criteria", stopping_criteria)
     # With a static cache transformers would compile the forward pass, including transfers between ranks.
     patch.set(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
     if hasattr(model, "set_attn_implementation"):
@@ -74,13 +81,8 @@ class _OfRank0(StoppingCriteria):
         self._criterion, self._comm = criterion, comm
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        found = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
-        return self._comm.broadcast(found.expand(input_ids.shape[:1]).to(torch.uint8), "end of generation").bool()
-
-
-def _ended_by_rank_0(unpatched: Any, comm: Communicator, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-    criteria = unpatched(*args, **kwargs)
-    return StoppingCriteriaList([x if isinstance(x, _BY_TOKENS) else _OfRank0(x, comm) for x in criteria])
+        ended = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
+        return self._comm.broadcast(ended.expand(input_ids.shape[:1]).to(torch.uint8), "end of generation").bool()
 
 
 def _patch_visual_arguments(model: Any, patch: Patch, names: tuple[str, ...], repeats_frames: bool) -> None:
@@ -149,13 +151,6 @@ def _refuse_other_attention(*args: Any, **kwargs: Any) -> None:
         "patching, or "
         "unpatch_model(model) first (block kernels: patch_model(..., kernel=...))"
     )
-
-
-def _describe_settings(config: Any, kwargs: dict[str, Any]) -> str:
-    """Return as text the settings that determine the generated tokens. The forward pass compares the inputs."""
-    settings = {**config.to_dict(), **kwargs, "streamer": None}  # the streamer may differ between ranks
-    texts = ((name, _describe_value(value)) for name, value in sorted(settings.items()))
-    return ", ".join(f"{name}={text}" for name, text in texts if text)
 
 
 def _describe_value(value: Any) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mllm_seqpar._transfers import copy_to_host
+from mllm_seqpar.digests import sampled_bits
 from mllm_seqpar.errors import MaskError, ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState, cache_state_of
-from mllm_seqpar.runtime.checksums import sampled_bits
 from mllm_seqpar.runtime.loss import shifted
 from mllm_seqpar.runtime.text import packed_starts
 from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameShard, FrameSizes, Spans, take_spans

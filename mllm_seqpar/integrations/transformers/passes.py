@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._compat import cache_argument
 from mllm_seqpar.comm.backends import require_transferable
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.fsdp_units import call_within, refuse_other_sharding
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
@@ -39,7 +40,6 @@ from mllm_seqpar.models.cache import (
     shard_cached_text,
     supports_sharded_text,
 )
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.frames import KVSource, frames_of_shards
 from mllm_seqpar.runtime.loss import loss_of_targets, require_tokens, sharded_causal_lm_loss
@@ -256,8 +256,7 @@ class Pass:
 
         K and V of frames that are encoded in a pass with a cache are stored in the cache.
         """
-        family, state, features = self.family, self.cache_state, None
-        source: KVSource
+        family, state, features, visual = self.family, self.cache_state, None, None
         encoded = self.inputs if state is None else self._encoded_inputs(state)
         if encoded is not None:
             self.inputs = encoded
@@ -266,23 +265,23 @@ class Pass:
             features = tower.features()
             if features is None:
                 return None
-            source = visual = tower.visual_features(features)
+            visual = tower.visual_features(features)
             if state is not None:
-                source = self._store_frames(state, visual, features)
+                self._store_frames(state, visual, features)
                 family.complete_cache(self.inputs, self.cache, state)
-        elif state is not None and state.visual_kv is not None:
-            source = state.visual_kv
-        else:
+        cached = None if state is None else state.visual_kv
+        source: KVSource | None = visual if cached is None else cached
+        if source is None:
             return None
         inputs, tokens = self.inputs, source.tokens_per_unit
-        if not (source.total_frames if isinstance(source, VisualKVCache) else inputs.total_frames):
+        if not (inputs.total_frames if cached is None else cached.total_frames):
             none = torch.zeros(inputs.batch, inputs.length, dtype=torch.long)
             mask = FrameMask.from_intervals(none, none, tokens, source.units)  # no row attends to the empty frame
-        elif state is None or not isinstance(source, VisualKVCache) or source.earlier is None:
+        elif state is None or cached is None or cached.earlier is None:
             mask = family.visibility(inputs, source.units, tokens)
         else:  # of each pass that brought frames
             views = [*map(inputs.of_pass, state.by_pass()[:-1]), inputs]
-            parts = zip(views, source.parts, strict=True)
+            parts = zip(views, cached.parts, strict=True)
             mask = FrameMask.joined([family.visibility(view, part.own_units, tokens) for view, part in parts])
         return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
 
@@ -315,17 +314,14 @@ class Pass:
         """Return the fingerprint of the frames that the caller passes."""
         return fingerprint_of(frames, self.inputs.on_host("sample_of_frames"))
 
-    def _store_frames(
-        self, state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor
-    ) -> VisualKVCache:
-        """Store the frames of this pass in the cache, in place of others or after them; return where K and V are."""
+    def _store_frames(self, state: SequenceParallelCacheState, visual: VisualFeatures, features: Tensor) -> None:
+        """Store the frames of this pass in the cache, in place of others or after them."""
         inputs, fingerprints = self.inputs, {fingerprint_of(features)}
         if inputs.frames is not None:
             fingerprints.add(self._fingerprint(inputs.frames))
         earlier = state.frames if inputs.appends_frames else None
         source = VisualKVCache(inputs.total_frames, inputs.sizes, visual.tokens_per_unit, visual, earlier)
         state.store_frames(source, inputs.batch, fingerprints, inputs.past_length)
-        return source
 
     def _embedded_frames(self, parts: Sequence[Rows]) -> list[list[VisualTokens] | None]:
         """Return the embeddings of frames among this rank's rows, for each part of the rows.
@@ -372,15 +368,16 @@ class Pass:
                 cache_state.text_kv.extend(count)
                 cached_text = functools.partial(cache_state.text_kv.mask, count, inputs.padding_mask)
             if attended is not None:
-                assert isinstance(attended.source, VisualKVCache)
+                assert cache_state.visual_kv is not None
                 mask, facts = attended.mask, attended.facts
                 if rows.start:
                     mask = mask.take(torch.arange(rows.start, rows.stop))
                     facts = {name: x[:, rows.start :] for name, x in facts.items()}
-                frames = attended.source.frames_of(mask, self.comm)
+                frames = cache_state.visual_kv.frames_of(mask, self.comm)
         elif attended is not None:
             source, facts = attended.source, attended.facts
-            sizes = source.sizes if isinstance(source, VisualKVCache) else inputs.sizes
+            cached = None if cache_state is None else cache_state.visual_kv
+            sizes = inputs.sizes if cached is None else cached.sizes
             index = functools.partial(self.family.unit_index, inputs, ((0, inputs.sizes.total),))
             shape = self.family.cross_attention_shape()
             frames = frames_of_shards(self.context, source, attended.mask, text, sizes, index, shape)
@@ -404,7 +401,8 @@ class Pass:
         """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
         family, inputs, text = self.family, self.inputs, rows.text
         tokens, positions = inputs.tokens, inputs.positions
-        whole_text, has_frames = state.text_mask() == "decoder", state.frames is not None or bool(state.visual_tokens)
+        whole_text = state.text_mask_kind() == "decoder"
+        has_frames = state.frames is not None or bool(state.visual_tokens)
         if text is None:
             if rows.start:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
@@ -434,13 +432,13 @@ class Pass:
         if rows.text is not None and mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
             mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=embeds.device)
-        made = self.family.text_mask(embeds, mask, positions, self.cache)
-        if made is None and mask is not None and self.cache is None and inputs.text_position_ids is not None:
+        decoder_mask = self.family.text_mask(embeds, mask, positions, self.cache)
+        if decoder_mask is None and mask is not None and self.cache is None and inputs.text_position_ids is not None:
             if packed_starts(inputs.text_position_ids) is not None:
                 # Without a mask, the decoder would separate sequences by their positions.
                 shape = inputs.length, inputs.length
                 return torch.ones(shape, dtype=torch.bool, device=embeds.device).tril()[None, None]
-        return made
+        return decoder_mask
 
     # The outputs.
 
@@ -477,14 +475,14 @@ class Pass:
         if text is not None and self.cache is None:
             loss, logits = self._loss_and_logits_of_shards(text, hidden)
         else:
-            wanted = 0 if self._has_loss_of_every_row else self.logits_to_keep
+            kept_rows = 0 if self._has_loss_of_every_row else self.logits_to_keep
             if text is None:
-                hidden = select_logit_rows(hidden, wanted)
+                hidden = select_logit_rows(hidden, kept_rows)
             elif len(parts) == 1:
-                hidden = requested_rows(text, wanted, hidden)
+                hidden = requested_rows(text, kept_rows, hidden)
             else:  # of Star Attention, the query after the context
                 query, later = decoded[1].last_hidden_state, decoded[1].hidden_states
-                hidden = requested_rows(text, wanted, hidden, query)
+                hidden = requested_rows(text, kept_rows, hidden, query)
                 if states is not None and later is not None:
                     pairs = zip(states, later, strict=True)
                     states = tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.patching import Patch
@@ -28,35 +28,32 @@ _LENGTH_INDEPENDENT = {"default", "linear", "yarn", "llama3", "proportional"}
 
 
 def rotate_by_whole_text(family: ModelFacts[Any], patch: Patch) -> None:
-    """Let rotary embeddings of the text derive their frequencies from the whole text, on every rank of several."""
-    if patch.context.comm.size > 1:
-        for module in family.rotary_embeddings():
-            if not _rope_types(module) <= _LENGTH_INDEPENDENT:
-                running: list[ForwardState] = []
-                caller = _decoder_around(module, family)
-                patch.set(caller, "forward", _with_state(caller.forward, running))
-                patch.set(module, "forward", functools.partial(_rotations, running, module.forward))
-
-
-def _decoder_around(module: nn.Module, family: ModelFacts[Any]) -> nn.Module:
-    """Return the smallest module around an embedding and the decoder's layers, which gets the state of a pass.
+    """Let rotary embeddings of the text derive their frequencies from the whole text, on every rank of several.
 
     Raises:
-        AdapterError: there is none besides the model.
+        AdapterError: no module besides the model contains such an embedding and the decoder's layers.
     """
-    found: nn.Module = family.model
-    layers = set(family.decoder.layers)
-    for each in family.model.modules():  # a module comes after those around it
-        inner = set(each.modules())
-        if module in inner and layers & inner:
-            found = each
-    if found is family.model:
-        raise AdapterError(
-            f"{type(family).__name__}: {type(module).__name__} derives its frequencies from the length of the text, "
-            f"and no module within {type(family.model).__name__} contains it and the decoder's layers, so it would "
-            "take the length of a rank's shard; use another rope_type"
-        )
-    return found
+    if patch.context.comm.size == 1:
+        return
+    for module in family.rotary_embeddings():
+        rope_type = getattr(module, "rope_type", "default")
+        kinds = set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}  # by kind of layers
+        if kinds <= _LENGTH_INDEPENDENT:
+            continue
+        layers, around = set(family.decoder.layers), family.model
+        for each in family.model.modules():  # a module comes after those around it
+            inner = set(each.modules())
+            if module in inner and layers & inner:
+                around = each
+        if around is family.model:
+            raise AdapterError(
+                f"{type(family).__name__}: {type(module).__name__} derives its frequencies from the length of the "
+                f"text, and no module within {type(family.model).__name__} contains it and the decoder's layers, so it "
+                "would take the length of a rank's shard; use another rope_type"
+            )
+        running: list[ForwardState] = []
+        patch.set(around, "forward", _with_state(around.forward, running))
+        patch.set(module, "forward", functools.partial(_rotations, running, module.forward))
 
 
 def _with_state(unpatched: Callable[..., Any], running: list[ForwardState]) -> Callable[..., Any]:
@@ -72,12 +69,6 @@ def _with_state(unpatched: Callable[..., Any], running: list[ForwardState]) -> C
             del running[len(running) - len(states) :]
 
     return forward
-
-
-def _rope_types(module: nn.Module) -> set[str]:
-    """Return the `rope_type` of an embedding, or those of all kinds of layers that it serves."""
-    found = getattr(module, "rope_type", "default")
-    return set(found.values()) if isinstance(found, dict) else {found}
 
 
 def _rotations(
@@ -99,5 +90,5 @@ def _rotations(
     if whole.dim() > 2:
         whole = whole[-position_ids.shape[0] :]  # the first components of several may count tokens
     largest = whole.max().to(position_ids).expand(*position_ids.shape[:-1], 1)
-    found = unpatched(x, torch.cat([position_ids, largest], -1), *args, **kwargs)
-    return tuple(rotation[..., :-1, :] for rotation in found)
+    rotations = unpatched(x, torch.cat([position_ids, largest], -1), *args, **kwargs)
+    return tuple(rotation[..., :-1, :] for rotation in rotations)

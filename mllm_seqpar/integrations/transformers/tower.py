@@ -27,7 +27,7 @@ from mllm_seqpar._compat import active_ddp
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm.backends import backends_of
 from mllm_seqpar.comm.transfer_group import control_group
-from mllm_seqpar.errors import AgreementError
+from mllm_seqpar.errors import AgreementError, ShapeError
 from mllm_seqpar.runtime.offload import HostFeatures, in_host_memory, stored_in_host_memory
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 from mllm_seqpar.sharding import APPENDED, Spans, part_of_spans, span_length, take_spans
@@ -39,6 +39,8 @@ from .inputs import ForwardInputs
 class Tower:
     """The vision tower in one pass: encodes this rank's frames, in as many runs as the other ranks make.
 
+    All ranks make one together (`agree_on_frames`).
+
     Args:
         family: what the pass reads of the model.
         inputs: the inputs of the pass, once all ranks have compared theirs.
@@ -47,10 +49,12 @@ class Tower:
         layout: how the frames of this pass map to ranks: as the caller has sharded them, or as the family states.
         by_rank: the frames of every rank. Without frames, rank 0 has the empty one.
         own: those of this rank.
+        runs: how often each rank runs the tower.
+        shape: (tokens, width) if ranks pass features.
     """
 
     def __init__(self, family: ModelFacts[Any], inputs: ForwardInputs) -> None:
-        self.family, self.inputs = family, inputs
+        self.family, self.inputs, self._weight = family, inputs, family.embedding_weight()
         comm, shard = family.context.comm, inputs.visual_shard
         self.layout = APPENDED if inputs.appends_frames else family.frame_layout
         if shard is not None:
@@ -59,6 +63,12 @@ class Tower:
             self.layout = layout
         self.by_rank: Sequence[Spans] = inputs.sizes.spans(comm.size, self.layout)
         self.own = self.by_rank[comm.rank]
+        frames, most = inputs.frames, max(map(span_length, self.by_rank)) if inputs.total_frames else 0
+        is_features = frames is not None and inputs.frames_are_features
+        chunk = most if is_features else family.context.config.vision_chunk_size or most
+        shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
+        pixels = frames is not None and not is_features
+        self.runs, self.shape = agree_on_frames(family.model, -(-most // max(chunk, 1)), pixels, shape)
 
     def features(self) -> Tensor | None:
         """Return the features (units, tokens, width) of this rank's frames; the vision tower encodes only those.
@@ -72,16 +82,15 @@ class Tower:
         gradient, as in the unpatched model.
         """
         family, inputs, own = self.family, self.inputs, self.own
-        sizes, weight = inputs.sizes, family.embedding_weight()
-        runs, shape = self._runs()
+        sizes, weight = inputs.sizes, self._weight
         if inputs.total_frames == 0:
-            if not runs:
+            if not self.runs:
                 return None
-            if shape is not None:
-                empty = torch.zeros((sizes.count(), *shape), dtype=weight.dtype, device=weight.device)
+            if self.shape is not None:
+                empty = torch.zeros((sizes.count(), *self.shape), dtype=weight.dtype, device=weight.device)
             else:
                 blank = family.blank_frame()
-                empty = self._encoded(lambda _: blank, ((0, 1),), lambda: blank, runs, sizes.count())
+                empty = self._encoded(lambda _: blank, ((0, 1),), lambda: blank, sizes.count())
             return empty if family.context.comm.rank == 0 else empty[:0]
         assert inputs.frames is not None
         if inputs.frames_are_features:
@@ -99,28 +108,32 @@ class Tower:
         # size fails on every rank, and the caller's tensor has a zero gradient here rather than none.
         has_frames = inputs.visual_shard is None or len(inputs.visual_shard) > 0
         spare = functools.partial(inputs.take, ((0, 1),)) if has_frames else inputs.blank_frames
-        return self._encoded(inputs.take, own, spare, runs, count)
+        return self._encoded(inputs.take, own, spare, count)
 
     def visual_features(self, features: Tensor) -> VisualFeatures:
         """Return this rank's features with the index of each unit. Without frames, rank 0 has the empty one."""
         family, inputs, config = self.family, self.inputs, self.family.context.config
         units, index = inputs.sizes.count(), family.unit_index(inputs, self.own)
+        if features.dim() != 3 or index.shape[:1] != features.shape[:1]:
+            raise ShapeError(
+                f"{type(family).__name__}: encode returned features of shape {tuple(features.shape)}, and unit_index "
+                f"{tuple(index.shape)}; expected (units, tokens, width) and (units, ...)"
+            )
         if config.visual_offload is None:
             index = copy_to_device(index, features.device)
             return VisualFeatures(features, index, units, config.recompute_visual, self.layout)
         dtype = self._dtype_of(features) if inputs.frames_are_features else features.dtype
-        index = copy_to_device(index, family.embedding_weight().device)
+        index = copy_to_device(index, self._weight.device)
         return HostFeatures.of(features, index, units, dtype, self.layout)
 
     def embeddings(self) -> Tensor | None:
         """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
-        family, inputs, weight = self.family, self.inputs, self.family.embedding_weight()
+        family, inputs, weight = self.family, self.inputs, self._weight
         total, (start, stop) = inputs.total_frames, next(iter(self.own), (0, 0))
-        runs, shape = self._runs()
-        if not runs:
+        if not self.runs:
             return None
-        if total == 0 and shape is not None:
-            return torch.zeros(0, shape[1], dtype=weight.dtype, device=weight.device)
+        if total == 0 and self.shape is not None:
+            return torch.zeros(0, self.shape[1], dtype=weight.dtype, device=weight.device)
         if inputs.frames is not None and inputs.frames_are_features:
             (rows,) = family.frames_between(inputs, start, stop)
             return rows.to(device=weight.device, dtype=weight.dtype)
@@ -137,45 +150,30 @@ class Tower:
             none = family.frames_between(inputs, start, start)
             return tuple(torch.cat([x.to(y), y]) for x, y in zip(none, empty, strict=True))
 
-        return self._encoded(take, self.own if total else (), spare, runs)
-
-    def _runs(self) -> tuple[int, tuple[int, int] | None]:
-        """Return how often each rank runs the tower, and the shape of features; see `agree_on_frames`."""
-        frames, most = self.inputs.frames, max(map(span_length, self.by_rank)) if self.inputs.total_frames else 0
-        is_features = frames is not None and self.inputs.frames_are_features
-        chunk = most if is_features else self.family.context.config.vision_chunk_size or most
-        shape = (frames.shape[-2], frames.shape[-1]) if frames is not None and is_features else None
-        pixels = frames is not None and not is_features
-        return agree_on_frames(self.family.model, -(-most // max(chunk, 1)), pixels, shape)
+        return self._encoded(take, self.own if total else (), spare)
 
     def _dtype_of(self, features: Tensor) -> torch.dtype:
         """Return the dtype that layers take features of the caller in."""
-        weight = self.family.embedding_weight()
-        return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+        return features.dtype if torch.is_autocast_enabled(self._weight.device.type) else self._weight.dtype
 
     def _encoded(
-        self,
-        take: Callable[[Spans], Sequence[Any]],
-        own: Spans,
-        spare: Callable[[], Sequence[Any]],
-        runs: int,
-        units: int = 0,
+        self, take: Callable[[Spans], Sequence[Any]], own: Spans, spare: Callable[[], Sequence[Any]], units: int = 0
     ) -> Tensor:
-        """Encode the frames `own`, which `take` returns, in `runs` runs of the tower.
+        """Encode the frames `own`, which `take` returns, in the runs of the tower.
 
         A run with nothing left encodes the frame that `spare` returns, and drops it. Frames in host memory move to the
         device run by run. With `visual_offload`, features of `units` units are stored in host memory.
         """
-        encode, count, device = self.family.encode, span_length(own), self.family.embedding_weight().device
+        runs, count, device = self.runs, span_length(own), self._weight.device
         chunk = max(1, -(-count // runs))
 
         def encoded() -> Iterator[Tensor]:
-            for number in range(runs):
-                if number * chunk < count:
-                    some = take(own if runs == 1 else part_of_spans(own, number * chunk, (number + 1) * chunk))
-                    yield encode(*(_moved(x, device) for x in some))
+            for start in range(0, runs * chunk, chunk):
+                if start < count:
+                    frames = take(own if runs == 1 else part_of_spans(own, start, start + chunk))
+                    yield self.family.encode(*[_moved(x, device) for x in frames])
                 else:  # an empty slice, so that the run stays in the graph for backward
-                    yield encode(*(_moved(x, device) for x in spare()))[:0]
+                    yield self.family.encode(*[_moved(x, device) for x in spare()])[:0]
 
         if self.family.context.config.visual_offload is not None:
             return stored_in_host_memory(encoded(), units, device)
@@ -200,13 +198,24 @@ def agree_on_frames(
     Args:
         model: the patched model.
         runs: how often this rank's group would run the tower; with features, 1 if there are any.
-        pixels: whether the caller passed pixels, perhaps of no frame.
-        features: (tokens, width) if the caller passed features, perhaps of no frame.
+        pixels, features: whether the caller passed pixels, and the (tokens, width) of features, perhaps of no frame.
 
     Raises:
         AgreementError: on all ranks, if one passes pixels and another one features.
     """
-    groups, device, at_least = _reducing_groups(model)
+    groups: list[Any] = []
+    device: str | torch.device = "cpu"
+    at_least, ddp = 0, _reducing_ddp()
+    if dist.is_initialized() and any(isinstance(module, FSDPModule) for module in model.modules()):
+        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        if mesh is None:  # one unit that is gathered already has no mesh to ask: assume that some rank has a frame
+            at_least = 1
+        else:
+            groups, device = mesh.get_all_groups(), mesh.device_type
+    elif ddp is not None:
+        at_least = 0 if ddp.find_unused_parameters and not ddp.static_graph else 1
+        if not ddp._join_config.enable:
+            groups, device = [ddp.process_group], next(ddp.parameters()).device
     if not groups:
         return max(runs, at_least), features
     numbers = torch.tensor([runs, pixels, features is not None, *(features or (0, 0))])
@@ -222,31 +231,13 @@ def agree_on_frames(
     return max(runs, at_least), (tokens, width) if any_features else None
 
 
-def _reducing_groups(model: nn.Module) -> tuple[list[Any], str | torch.device, int]:
-    """Return the process groups that connect the ranks of FSDP2 or DDP, their device, and the fewest runs."""
-    if not dist.is_initialized():
-        return [], "cpu", 0
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-        # One FSDP unit that is gathered already has no mesh to ask, so assume that some rank has a frame.
-        return ([], "cpu", 1) if mesh is None else (mesh.get_all_groups(), mesh.device_type, 0)
-    ddp = _reducing_ddp()
-    if ddp is None:
-        return [], "cpu", 0
-    may_skip = ddp.find_unused_parameters and not ddp.static_graph
-    groups = [] if _may_have_ended(ddp) else [ddp.process_group]
-    return groups, next(ddp.parameters()).device, 0 if may_skip else 1
-
-
 def _reducing_ddp() -> DistributedDataParallel | None:
-    """Return the DDP whose forward runs, if the gradients of this pass are reduced."""
+    """Return the DDP whose forward runs, if the gradients of this pass are reduced.
+
+    Within `ddp.join()` (`_join_config.enable`) other ranks may have run out of batches, and answer to no more than DDP.
+    """
     ddp = active_ddp()
     return ddp if ddp is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync else None
-
-
-def _may_have_ended(ddp: DistributedDataParallel) -> bool:
-    """Return whether other ranks may have run out of batches, within `ddp.join()`: they answer to no more than DDP."""
-    return ddp._join_config.enable
 
 
 class _TakePart(torch.autograd.Function):
@@ -270,7 +261,7 @@ def with_accumulated_gradients(x: Tensor, model: nn.Module) -> Tensor:
     reaches none. All ranks of DDP call this function in a pass in which none of them has frames.
     """
     ddp = _reducing_ddp()
-    if ddp is None or _may_have_ended(ddp):
+    if ddp is None or ddp._join_config.enable:
         return x
     trained = [p for p in model.parameters() if p.requires_grad]
     accumulated = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=x.device)

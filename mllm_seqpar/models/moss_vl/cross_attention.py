@@ -6,6 +6,7 @@ no frame passes through it unchanged.
 Shape legend: B samples, L text tokens, V visual tokens of all frames, H heads, G KV heads, D head dim, C channels.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -18,13 +19,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     rotate_half,
 )
 
-from mllm_seqpar.models.mplug_owl3.hyper_attention import (
-    RowBlock,
-    VisualInputs,
-    attend_rows,
-    by_blocks,
-    visible_keys,
-)
+from mllm_seqpar.models.mplug_owl3.hyper_attention import VisualInputs, attend_frames, attend_rows
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.runtime.projections import KVProjection
 
@@ -114,16 +109,8 @@ class MossVLCrossAttention(nn.Module):
             return self.visual_projection()(visual.embeds, visual.index)
 
         states = visual.states(self.layer_idx, project)
-
-        def attend(sample: int, block: RowBlock) -> tuple[Tensor, None]:
-            rows = q[sample : sample + 1, :, block.start : block.stop]
-            if block.first_frame == block.stop_frame:
-                return torch.zeros_like(rows).transpose(1, 2), None
-            k, v = visual.keys_of(sample, block, states)
-            mask = visible_keys(visual, sample, block)
-            return attend_rows(rows, k, v, mask, self.scaling, self.dropout), None
-
-        attended: Tensor = self.o_proj(by_blocks(visual, attend)[0])
+        attend = functools.partial(attend_rows, scaling=self.scaling, dropout=self.dropout)
+        attended: Tensor = self.o_proj(attend_frames(q, states, visual, attend))
         return attended
 
 

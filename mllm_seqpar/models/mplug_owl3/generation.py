@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache
 
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._logging import get_logger
+from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import ConfigError, ShapeError
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.sharding import FrameShard
 
 from .media import MediaLayout, cached_frames

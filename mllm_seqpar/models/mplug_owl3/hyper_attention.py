@@ -185,24 +185,21 @@ def row_blocks(first: list[int], stop: list[int], tokens_per_frame: int) -> list
     for (low, high), run in groupby(intervals):
         end = begin + sum(1 for _ in run)
         block = RowBlock(start=begin, stop=end, first_frame=low, stop_frame=high, uniform=True)
-        if blocks and _can_join(blocks[-1], block, tokens_per_frame):
-            block = _join(blocks.pop(), block)
+        if blocks and low < high and end - begin <= SHORT_RUN:
+            last = blocks[-1]
+            first_frame, stop_frame = min(last.first_frame, low), max(last.stop_frame, high)
+            attends = last.first_frame < last.stop_frame
+            short = not last.uniform or last.stop - last.start <= SHORT_RUN
+            if (
+                attends
+                and short
+                and (end - last.start) * (stop_frame - first_frame) * tokens_per_frame <= MASK_ELEMENTS
+            ):
+                joined = {"start": blocks.pop().start, "first_frame": first_frame, "stop_frame": stop_frame}
+                block = replace(block, **joined, uniform=False)
         blocks.append(block)
         begin = end
     return blocks
-
-
-def _can_join(left: RowBlock, right: RowBlock, tokens_per_frame: int) -> bool:
-    both_see = left.first_frame < left.stop_frame and right.first_frame < right.stop_frame
-    if not both_see or right.stop - right.start > SHORT_RUN or (left.uniform and left.stop - left.start > SHORT_RUN):
-        return False
-    union = _join(left, right)
-    return (union.stop - union.start) * (union.stop_frame - union.first_frame) * tokens_per_frame <= MASK_ELEMENTS
-
-
-def _join(left: RowBlock, right: RowBlock) -> RowBlock:
-    low, high = min(left.first_frame, right.first_frame), max(left.stop_frame, right.stop_frame)
-    return replace(left, stop=right.stop, first_frame=low, stop_frame=high, uniform=False)
 
 
 class HyperAttention(Qwen2Attention):
@@ -299,31 +296,25 @@ class HyperAttention(Qwen2Attention):
         if visual is None:
             out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
             return self.o_proj(out), weights
-        states = self._visual_states(visual, visual_norm)
+
+        def project() -> tuple[Tensor, Tensor]:
+            if visual_norm is None:
+                raise TypeError("a hyper layer attends to frames by its input norm; pass it as visual_norm")
+            assert visual.embeds is not None
+            rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
+            return self.visual_projection(visual_norm)(visual.embeds, rotation)
+
+        states = visual.states(self.layer_idx, project)
         if self.fused:
             out, weights = self._attend_jointly(q, k, v, states, attention_mask, visual)
             return self.o_proj(out), weights
         text_out, weights = self._attend_text(q, k, v, attention_mask, **kwargs)
-        visual_out = self._attend_frames(q, states, visual)
+        visual_out = attend_frames(q, states, visual, lambda *block: self._attend(*block)[0])
         return self.o_proj(self.mix(text_out, visual_out, visual.has_frames)), weights
 
     @property
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
-
-    def _visual_states(self, visual: VisualInputs, visual_norm: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
-        """Return `VisualInputs.states` of this layer."""
-
-        def project() -> tuple[Tensor, Tensor]:
-            if visual_norm is None:
-                raise TypeError(
-                    "visual_norm is missing: hyper attention normalises the frames with its layer's input norm"
-                )
-            assert visual.embeds is not None
-            rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
-            return self.visual_projection(visual_norm)(visual.embeds, rotation)
-
-        return visual.states(self.layer_idx, project)
 
     def _attend_text(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -334,18 +325,6 @@ class HyperAttention(Qwen2Attention):
         kwargs |= {"dropout": self._dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
         out, weights = attend(self, q, k, v, attention_mask, **kwargs)
         return out.flatten(2), weights
-
-    def _attend_frames(self, q: Tensor, states: Sequence[tuple[Tensor, Tensor]], visual: VisualInputs) -> Tensor:
-        """Return the attention of every row over its visible frames, (B, L, C); 0 for rows without visible frames."""
-
-        def attend(sample: int, block: RowBlock) -> tuple[Tensor, None]:
-            rows = q[sample : sample + 1, :, block.start : block.stop]
-            if block.first_frame == block.stop_frame:
-                return torch.zeros_like(rows).transpose(1, 2), None
-            k, v = visual.keys_of(sample, block, states)
-            return self._attend(rows, k, v, visible_keys(visual, sample, block))[0], None
-
-        return by_blocks(visual, attend)[0]
 
     def _attend_jointly(
         self,
@@ -406,6 +385,24 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: f
         q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out.transpose(1, 2)
+
+
+def attend_frames(
+    q: Tensor, states: Sequence[tuple[Tensor, Tensor]], visual: VisualInputs, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Return the attention of every row over its visible frames, (B, L, C); 0 for rows without visible frames.
+
+    `attend(q, k, v, mask)` computes a block, as `attend_rows` does.
+    """
+
+    def attend_block(sample: int, block: RowBlock) -> tuple[Tensor, None]:
+        rows = q[sample : sample + 1, :, block.start : block.stop]
+        if block.first_frame == block.stop_frame:
+            return torch.zeros_like(rows).transpose(1, 2), None
+        k, v = visual.keys_of(sample, block, states)
+        return attend(rows, k, v, visible_keys(visual, sample, block)), None
+
+    return by_blocks(visual, attend_block)[0]
 
 
 def by_blocks(

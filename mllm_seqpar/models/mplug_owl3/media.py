@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.errors import ConfigError, ShapeError, require_one_of, require_shape
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, cache_state_of
 
 from .configuration import GATES
@@ -165,8 +165,7 @@ def media_layout(
         ConfigError: unknown gate, or the arguments do not determine the positions of the frames.
         ShapeError: the number of placeholders is not that of frames, or `media_offset` does not fit text or frames.
     """
-    if gate not in GATES:
-        raise ConfigError(f"gate is {gate!r}; expected one of {GATES}")
+    require_one_of("gate", gate, GATES)
     positions = _positions(input_ids, position_ids, media_offset)
     if media_offset is None:
         if input_ids is not None and image_token_id is not None:
@@ -264,8 +263,7 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
     As in the published code, the offsets of a sample determine its frame range. Samples may share frames (beams).
     """
     batch, length = positions.shape
-    if media_offset.shape != (batch, length, 2):
-        raise ShapeError(f"media_offset has shape {tuple(media_offset.shape)}; expected {(batch, length, 2)}")
+    require_shape("media_offset", media_offset.shape, samples=batch, tokens=length, bounds=2)
     first, stop = media_offset.to(device=positions.device, dtype=torch.long).unbind(-1)
     has_frames = stop > first  # published as -1000000 for rows without frames
     stop = torch.where(has_frames, stop, first)
@@ -285,9 +283,8 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
         invisible = frames[~visible].tolist()
         raise ShapeError(
             f"by media_offset, no token attends to frame {invisible[0]} ({len(invisible)} of {total_frames} frames "
-            "are not "
-            "visible). Pass only the frames of this text, or pass the placeholders' positions of each sample as "
-            "media_offset, which also allow a placeholder as the last token"
+            "are not visible). Pass only the frames of this text, or pass the placeholders' positions of each sample "
+            "as media_offset, which also allow a placeholder as the last token"
         )
     return first, stop, torch.stack([starts, ends], dim=1)
 

@@ -19,13 +19,13 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_cache
-from mllm_seqpar.errors import ConfigError, ShapeError
+from mllm_seqpar.digests import fingerprint_of
+from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
 from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
-from mllm_seqpar.runtime.checksums import fingerprint_of
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
@@ -215,11 +215,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
             return self.encode_frames(pixel_values)
         if image_embeds is None or not image_embeds.shape[0]:
             return None
-        if image_embeds.dim() != 3 or image_embeds.shape[2] != self.config.hidden_size:
-            raise ShapeError(
-                f"image_embeds has shape {tuple(image_embeds.shape)}; expected (frames, tokens, "
-                f"{self.config.hidden_size}), with the frames of all samples one after another"
-            )
+        require_shape("image_embeds", image_embeds.shape, frames=None, tokens=None, width=self.config.hidden_size)
         weight = cast(Tensor, self.get_input_embeddings().weight)
         dtype = image_embeds.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
         return image_embeds.to(device=weight.device, dtype=dtype)

@@ -116,7 +116,10 @@ def load_language_model(directory: str | os.PathLike[str]) -> Any:
         stated = json.loads(file.read_text())
         is_mosaic = stated.get("model_type") == "mosaic_gpt"
         if is_mosaic or stated.get("model_type") == "mpt":
-            config = _mpt_config(_mosaic_as_mpt(file, stated) if is_mosaic else stated)
+            stated = _mosaic_as_mpt(file, stated) if is_mosaic else stated
+            # MptConfig refuses an int for a float, and a float for an int, such as `attn_pdrop: 0.0` and `clip_qkv: 8`.
+            attention = _with_declared_numbers(MptConfig.sub_configs["attn_config"], stated.get("attn_config") or {})
+            config = MptConfig.from_dict(_with_declared_numbers(MptConfig, {**stated, "attn_config": attention}))
         else:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -126,19 +129,12 @@ def load_language_model(directory: str | os.PathLike[str]) -> Any:
             f"language_model={directory}: model_type {config.model_type!r}; OpenFlamingo supports {', '.join(LAYERS)}"
         )
     if config.model_type == "mpt":
-        _check_mpt(file, config)
+        for part, allowed in ((config, _MPT), (config.attn_config, _MPT_ATTENTION)):
+            for name, value in allowed.items():
+                if (stated := getattr(part, name)) != value:
+                    raise ConfigError(f"{file}: {name} is {stated!r}; only an MPT with {name}={value!r} is supported")
     options: dict[str, Any] = {"key_mapping": _MOSAIC_TENSORS} if is_mosaic else {}
     return load_complete(language_model_class(config), directory, _BUFFERS, config=config, **options)
-
-
-def _mpt_config(stated: dict[str, Any]) -> MptConfig:
-    """Return the MptConfig of the contents of a config file.
-
-    MptConfig refuses an int for a float, and a float for an int: `attn_pdrop: 0.0` and `clip_qkv: 8`, for example.
-    """
-    attention = stated.get("attn_config") or {}
-    stated = {**stated, "attn_config": _with_declared_numbers(MptConfig.sub_configs["attn_config"], attention)}
-    return MptConfig.from_dict(_with_declared_numbers(MptConfig, stated))
 
 
 def _with_declared_numbers(config: Any, stated: dict[str, Any]) -> dict[str, Any]:
@@ -164,15 +160,6 @@ def _mosaic_as_mpt(file: Path, stated: dict[str, Any]) -> dict[str, Any]:
             f"{file}: n_heads is {heads}; mosaic_gpt and MPT have the same position biases only for powers of two"
         )
     return {**fields, "attn_config": attention}
-
-
-def _check_mpt(file: Path, config: Any) -> None:
-    """Raise ConfigError for a field whose value transformers' MPT would ignore."""
-    for part, allowed in ((config, _MPT), (config.attn_config, _MPT_ATTENTION)):
-        for name, value in allowed.items():
-            found = getattr(part, name)
-            if found != value:
-                raise ConfigError(f"{file}: {name} is {found!r}; only an MPT with {name}={value!r} is supported")
 
 
 def fit_vocabulary(language_model: Any, rows: int) -> None:

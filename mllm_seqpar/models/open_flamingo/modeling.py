@@ -35,9 +35,12 @@ def open_flamingo() -> tuple[Any, Any, Any]:
     """Import `Flamingo`, `FlamingoLMMixin` and `extend_instance`; raise ConfigError without the package."""
     # The package imports open_clip for a factory that is not used here, and open_clip imports torchvision, which has no
     # build for some machines. If open_clip cannot be imported, an empty module replaces it during this import.
-    replaced = _lacks_open_clip()
-    if replaced:
-        sys.modules["open_clip"] = types.ModuleType("open_clip")
+    replaced = False
+    if "open_flamingo" not in sys.modules:
+        try:
+            import open_clip  # noqa: F401
+        except ImportError:
+            sys.modules["open_clip"], replaced = types.ModuleType("open_clip"), True
     try:
         from open_flamingo import Flamingo
         from open_flamingo.src.flamingo_lm import FlamingoLMMixin
@@ -51,16 +54,6 @@ def open_flamingo() -> tuple[Any, Any, Any]:
         if replaced:
             del sys.modules["open_clip"]
     return Flamingo, FlamingoLMMixin, extend_instance
-
-
-def _lacks_open_clip() -> bool:
-    if "open_flamingo" in sys.modules or "open_clip" in sys.modules:
-        return False
-    try:
-        import open_clip  # noqa: F401
-    except ImportError:
-        return True
-    return False
 
 
 _Flamingo, _Mixin, _extend = open_flamingo()

@@ -8,8 +8,7 @@ names of published checkpoints (those of the layers). Loading accepts any of the
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +31,17 @@ def load_complete(cls: Any, directory: str | os.PathLike[str], ignored: str, **o
     regular expression for names of unexpected tensors that are allowed.
     """
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
+    options |= {"expected": f"the {cls.__name__} that its config.json describes", "ignored": ignored}
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # not to warn about the allowed tensors; any other difference raises an error
     try:
-        with _without_warnings():
-            return load_clean(
-                cls.from_pretrained,
-                directory,
-                str(directory),
-                expected=f"the {cls.__name__} that its config.json describes",
-                ignored=ignored,
-                dtype=torch.float32,
-                **options,
-            )[0]
+        return load_clean(cls.from_pretrained, directory, dtype=torch.float32, **options)[0]
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{directory}: cannot be loaded as {cls.__name__}: {error}") from error
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Disable transformers' warnings about the allowed tensors; any other difference raises an error."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
     finally:
         logging.set_verbosity(before)
 

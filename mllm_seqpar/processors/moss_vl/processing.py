@@ -22,9 +22,9 @@ from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, Videos
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import NativeProcessor, flattened
+from mllm_seqpar.processors.base import TENSORS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video
 from mllm_seqpar.processors.mplug_owl3.chat import Piece
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.videos.media_files import local_media
@@ -94,10 +94,7 @@ _OF_PIXELS = {"size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_
 _OF_PIXELS |= {"image_mean", "image_std", "return_tensors", "do_resize", "do_rescale", "do_normalize", "do_convert_rgb"}
 
 SUPPORTED = {
-    "text_kwargs": {
-        *("padding", "padding_side", "pad_to_multiple_of", "max_length", "truncation", "return_tensors"),
-        *("return_attention_mask", "return_offsets_mapping", "return_token_type_ids", "add_special_tokens", "verbose"),
-    },
+    "text_kwargs": TEXT_ARGUMENTS | {"return_token_type_ids"},
     "images_kwargs": _OF_PIXELS | {"multi_image_max_pixels"},
     "videos_kwargs": _OF_PIXELS
     | {"video_max_pixels", "video_fps", "min_frames", "max_frames", "num_extract_threads", "video_metadata"}
@@ -279,8 +276,7 @@ class MossVLProcessor(NativeProcessor):
     ) -> BatchFeature:
         arguments = {"return_token_type_ids": False} | dict(text_kwargs)
         tensors, keeps_offsets = arguments.pop("return_tensors", None), arguments.get("return_offsets_mapping", False)
-        if tensors not in ("pt", "np", None):
-            raise DataError(f"return_tensors is {tensors!r}; expected 'pt', 'np' or None")
+        require_one_of("return_tensors", tensors, TENSORS, kind=DataError)
         arguments["return_offsets_mapping"] = keeps_offsets or with_labels
         data: dict[str, Any] = dict(self.tokenizer([piece.text for piece, _ in expanded], **arguments))
         ids = data["input_ids"]
@@ -340,13 +336,9 @@ class MossVLProcessor(NativeProcessor):
         counts = {kind: [sample.count(kind) for sample in marks] for kind in (IMAGE, VIDEO)}
         of_images = self.image_processor.options.with_options(image_kwargs)
         of_videos = self.videos.with_options(video_kwargs)
-        stills = [] if images is None else flattened(frame_list(images), counts[IMAGE], IMAGE, "images")
-        clips = [] if videos is None else clips_of(videos, counts[VIDEO], of_videos, video_kwargs.get("video_metadata"))
-        for kind, noun, given in ((IMAGE, "images", stills), (VIDEO, "videos or segments", clips)):
-            if sum(counts[kind]) != len(given):
-                raise DataError(
-                    f"the texts have {sum(counts[kind])} {kind} and {len(given)} {noun} were passed; pass one for each"
-                )
+        stills = flattened(None if images is None else frame_list(images), counts[IMAGE], IMAGE, "images")
+        clips = [] if videos is None else clips_of(videos, of_videos, video_kwargs.get("video_metadata"))
+        clips = flattened(clips, counts[VIDEO], VIDEO, "videos or segments", nested=False)
         found = {IMAGE: self._stills(stills, of_images), VIDEO: _videos(clips, of_videos)}
         return [[next(found[mark]) for mark in sample] for sample in marks]
 
@@ -415,19 +407,16 @@ def _videos(clips: Sequence[TimedFrames], options: VideoPixelOptions) -> Iterato
         yield MediumInputs(patches, [len(clip), *options.grid(size)], MossVLProcessor.video_text(clip.times))
 
 
-def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, metadata: Any = None) -> list[TimedFrames]:
+def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> list[TimedFrames]:
     """Return the videos of a call; a video with segments gives one clip for each.
 
     Args:
         videos: see `MossVLProcessor.__call__`.
-        counts: the number of marks of each text.
         options: which frames of a file are used.
         metadata: of videos that are given as frames, one for each video.
     """
-    if isinstance(videos, (str, os.PathLike, Mapping)) or getattr(videos, "ndim", 0) == 4:
-        videos = [videos]
-    videos = list(videos)
-    if videos and all(isinstance(x, (list, tuple)) and x and _is_video(x[0]) for x in videos):
+    videos = [videos] if _is_file(videos) or getattr(videos, "ndim", 0) == 4 else list(videos)
+    if videos and all(isinstance(x, (list, tuple)) and x and is_video(x[0]) for x in videos):
         videos = [video for sample in videos for video in sample]
     files = {number: _probed(video) for number, video in enumerate(videos) if _is_file(video)}
     most = dict(zip(files, options.frames_of_videos([info.duration for info in files.values()] or [0]), strict=False))
@@ -443,11 +432,6 @@ def clips_of(videos: Any, counts: Sequence[int], options: VideoPixelOptions, met
 
 def _is_file(video: Any) -> bool:
     return isinstance(video, (str, os.PathLike, Mapping))
-
-
-def _is_video(item: Any) -> bool:
-    """Return whether an item of a list is a video, and not a frame of one."""
-    return _is_file(item) or isinstance(item, (list, tuple)) or getattr(item, "ndim", 0) == 4
 
 
 def _probed(video: Any) -> Any:

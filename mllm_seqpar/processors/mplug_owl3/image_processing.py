@@ -218,19 +218,14 @@ def resized(frames: Tensor, height: int, width: int) -> Tensor:
         return frames
     if frames.is_floating_point():
         return F.interpolate(frames, size=(height, width), mode="bicubic", antialias=True).clamp(0, 1)
-    if frames.device.type == "cpu" and _pillow() is not None:
-        return torch.stack([_resized_by_pillow(frame, height, width) for frame in frames])
+    if frames.device.type == "cpu" and (pillow := _pillow()) is not None:
+        images = (pillow.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames)
+        arrays = [np.array(image.resize((width, height), pillow.Resampling.BICUBIC)) for image in images]
+        return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
     levels = frames.float()
     for size in ((frames.shape[2], width), (height, width)):  # Pillow rounds to whole levels after each pass
         levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).clamp(0, 255).round()
     return levels.to(frames.dtype)
-
-
-def _resized_by_pillow(frame: Tensor, height: int, width: int) -> Tensor:
-    pillow = _pillow()
-    image = pillow.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
-    image = image.resize((width, height), pillow.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 @cache

@@ -5,21 +5,21 @@ Samples become rows of token ids (`token_rows`): pieces of text are tokenized on
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.mplug_owl3.checkpoint import hub_options, processor_options
 from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
-from mllm_seqpar.processors.base import NativeProcessor, flattened, returned
+from mllm_seqpar.processors.base import PARTS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video, returned
 
 from . import chat
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
@@ -33,10 +33,7 @@ _IMAGE_OPTIONS = tuple(ImageOptions.__annotations__)
 _OF_VIDEOS = {"fps", "num_frames", "do_sample_frames"}
 
 SUPPORTED = {
-    "text_kwargs": {
-        *("padding", "padding_side", "pad_to_multiple_of", "max_length", "truncation", "return_tensors"),
-        *("return_attention_mask", "return_offsets_mapping", "add_special_tokens", "verbose"),
-    },
+    "text_kwargs": TEXT_ARGUMENTS,
     "images_kwargs": {"cut_enable", *_IMAGE_OPTIONS},
     "videos_kwargs": _OF_VIDEOS | (set(_IMAGE_OPTIONS) & set(VideosKwargs.__annotations__) - {"input_data_format"}),
 }
@@ -90,8 +87,7 @@ class MPlugOwl3Processor(NativeProcessor):
         cut_template: str = "v2",
         chat_template: Any = None,
     ) -> None:
-        if cut_template not in TEMPLATES:
-            raise ConfigError(f"cut_template is {cut_template!r}; expected one of {', '.join(TEMPLATES)}")
+        require_one_of("cut_template", cut_template, TEMPLATES)
         self.video_span, self.cut_enable, self.cut_template = video_span, cut_enable, cut_template
         super().__init__(image_processor, tokenizer, chat_template)
 
@@ -121,16 +117,10 @@ class MPlugOwl3Processor(NativeProcessor):
         explicit = {name: kwargs.pop(name) for name in (*_OPTIONS, *_IMAGE_OPTIONS) if name in kwargs}
         files = {IMAGE_PROCESSOR_NAME: _IMAGE_OPTIONS, PROCESSOR_NAME: _OPTIONS}
         hub = hub_options(kwargs)
-        parts = {name: kwargs.pop(name, None) for name in ("tokenizer", "image_processor", "chat_template")}
+        parts = {name: kwargs.pop(name, None) for name in PARTS}
         options = processor_options(pretrained_model_name_or_path, files, explicit, **hub)
-        tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
-        image_options = {name: options.pop(name) for name in _IMAGE_OPTIONS if name in options}
-        image_processor = parts["image_processor"] or MPlugOwl3ImageProcessor(**image_options)
-        template = parts["chat_template"] or cls.saved_chat_template(pretrained_model_name_or_path, **hub)
-        found = cls(image_processor, tokenizer, **options, chat_template=template)
-        if parts["tokenizer"] is None:  # a published tokenizer has the chat template of its language model
-            tokenizer.chat_template = found.chat_template
-        return found
+        images = partial(MPlugOwl3ImageProcessor, **{x: options.pop(x) for x in _IMAGE_OPTIONS if x in options})
+        return cls._of_directory(pretrained_model_name_or_path, parts, images, options=options, hub=hub, **kwargs)
 
     @property
     def model_input_names(self) -> list[str]:
@@ -246,10 +236,8 @@ class MPlugOwl3Processor(NativeProcessor):
     ) -> tuple[MPlugOwl3ImageProcessor, list[Tensor], list[Grid | None]]:
         """Return the image processor of these options, the still images (3, H, W), and their grids."""
         processor, layout = self.image_processor.with_options(frame_options(options)), options.get("input_data_format")
-        listed = [] if images is None else flattened(frame_list(images), counts, IMAGE, "images")
+        listed = flattened(None if images is None else frame_list(images), counts, IMAGE, "images")
         stills = [processor.process_image(x, input_data_format=layout, number=n) for n, x in enumerate(listed)]
-        if (wanted := sum(counts)) != len(stills):
-            raise DataError(f"the text has {wanted} {IMAGE} and {len(stills)} images were passed; pass one for each")
         cut = options.get("cut_enable")
         cut = self.cut_enable if cut is None else cut
         if cut and stills and not processor.do_resize:
@@ -317,9 +305,8 @@ def row_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def videos_of(videos: Any, counts: Sequence[int], options: Mapping[str, Any]) -> list[Any]:
     """Return the frames of each video in one list; files are decoded."""
     videos = list(videos)
-    nested = [isinstance(x, (list, tuple)) and (not x or _is_video(x[0])) for x in videos]
-    if videos and all(nested):  # a list of videos for each text
-        videos = flattened(videos, counts, VIDEO, "videos")
+    nested = bool(videos) and all(isinstance(x, (list, tuple)) and (not x or is_video(x[0])) for x in videos)
+    videos = flattened(videos, counts, VIDEO, "videos", nested)
     sampling = {name: options[name] for name in ("fps", "num_frames") if options.get(name)}
     if sampling and (decoded := [x for x in videos if not isinstance(x, (str, os.PathLike))]):
         raise DataError(
@@ -327,11 +314,6 @@ def videos_of(videos: Any, counts: Sequence[int], options: Mapping[str, Any]) ->
             "pass the path of the file"
         )
     return [_decoded(x, sampling) if isinstance(x, (str, os.PathLike)) else x for x in videos]
-
-
-def _is_video(item: Any) -> bool:
-    """Return whether an item of a list is a video, and not a frame of one."""
-    return isinstance(item, (str, os.PathLike, list, tuple)) or getattr(item, "ndim", 0) == 4
 
 
 def _decoded(path: str | os.PathLike, sampling: Mapping[str, Any]) -> Tensor:

@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
-from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
 from mllm_seqpar.chats.chat import Allowed, Chat
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.open_flamingo.configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
-from mllm_seqpar.processors.base import NativeProcessor, flattened, returned
+from mllm_seqpar.processors.base import PARTS, NativeProcessor, flattened, returned
 
 _REFUSED = {"text_pair", "text_target", "text_pair_target", "is_split_into_words", "return_overflowing_tokens"}
 _REFUSED |= {"return_mm_token_type_ids", "return_text_replacement_offsets", "sanitize_control_tokens"}
@@ -92,16 +92,10 @@ class OpenFlamingoProcessor(NativeProcessor):
         # AutoImageProcessor requires torchvision in transformers 5.17.
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-        path = pretrained_model_name_or_path
-        parts = {name: kwargs.pop(name, None) for name in ("tokenizer", "image_processor", "chat_template")}
+        path, parts = pretrained_model_name_or_path, {name: kwargs.pop(name, None) for name in PARTS}
         names = set(ImagesKwargs.__annotations__) & set(kwargs)
-        image_options = {name: kwargs.pop(name) for name in names}
-        tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **kwargs)
-        image_processor = parts["image_processor"] or CLIPImageProcessorPil.from_pretrained(path, **image_options)
-        found = cls(image_processor, tokenizer, parts["chat_template"] or cls.saved_chat_template(path))
-        if parts["tokenizer"] is None:  # a language model's own chat template has no images
-            tokenizer.chat_template = found.chat_template
-        return found
+        images = partial(CLIPImageProcessorPil.from_pretrained, path, **{name: kwargs.pop(name) for name in names})
+        return cls._of_directory(path, parts, images, options={}, hub={}, **kwargs)
 
     def __call__(
         self,
@@ -132,9 +126,6 @@ class OpenFlamingoProcessor(NativeProcessor):
         texts = [text] if isinstance(text, str) else list(text)
         counts = [sample.count(IMAGE) for sample in texts]
         by_text = _images_of_texts(self._fetched(images), counts)
-        passed = [len(sample) for sample in by_text]
-        if counts != passed:
-            raise DataError(f"the texts have {counts} {IMAGE}, and {passed} images were passed; pass one for each")
         tokens = self._tokens(texts, counts, arguments["text_kwargs"])
         vision = self._vision(by_text, arguments["images_kwargs"])
         data = {"lang_x": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "vision_x": vision}
@@ -180,17 +171,7 @@ class OpenFlamingoProcessor(NativeProcessor):
 
 def _images_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
     """Return the images of each text; one list of all images is divided by the numbers of placeholders."""
-    if images is None or (isinstance(images, (list, tuple)) and not images):
-        return [[] for _ in counts]
-    if not isinstance(images, (list, tuple)):
+    if images is not None and not isinstance(images, (list, tuple)):
         images = list(images) if getattr(images, "ndim", 3) > 3 else [images]
-    nested = [isinstance(item, (list, tuple)) for item in images]
-    if any(nested) and not all(nested):
-        raise DataError("images has both images and lists of images; pass one list of images for each text")
-    listed = flattened(images, counts, IMAGE, "images")
-    if len(listed) != sum(counts):
-        raise DataError(
-            f"the texts have {list(counts)} {IMAGE}, and one list of {len(listed)} images was passed; pass one for each"
-        )
-    remaining = iter(listed)
+    remaining = iter(flattened(images, counts, IMAGE, "images"))
     return [[next(remaining) for _ in range(count)] for count in counts]

@@ -171,13 +171,9 @@ def _listed(media: Any, texts: Sequence[str], mark: str) -> list[Any]:
     whole_clip = mark == VIDEO and sum(counts) == 1 and isinstance(media, list) and len(media) != 1
     found = [media] if single or whole_clip else list(media or ())
     nested = any(isinstance(item, (list, tuple)) for item in found)
-    if nested and (mark != VIDEO or [len(item) for item in found] == counts and len(found) == len(texts) > 1):
-        found = flattened(found, counts, mark, "media")
-    if len(found) != sum(counts):
-        raise DataError(
-            f"the texts have {sum(counts)} {mark}, and {len(found)} media were passed for them; pass one for each"
-        )
-    return found
+    if mark == VIDEO:  # a video may be a list of frames
+        nested = nested and [len(item) for item in found] == counts and len(found) == len(texts) > 1
+    return flattened(found, counts, mark, "media", nested)
 
 
 def _split(sample: str, image: str) -> list[str]:

@@ -20,13 +20,9 @@ FRAME_INPUTS = ("pixel_values", "image_encoder_embeddings", "perceiver_embedding
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of IDEFICS; `frames` are images, `features` is None, "encoder" or "perceiver".
+    """A batch of IDEFICS; `frames` are images, `features` is None, "encoder" or "perceiver"."""
 
-    Attributes:
-        mask: what a token sees: the "last" image, all "before" it, some of them ("holes") or "nothing".
-    """
-
-    mask: str = "last"
+    mask: str = "last"  # what a token sees: the "last" image, all "before" it, some of them ("holes") or "nothing"
 
 
 def tiny_model(**overrides: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
-from . import SPECIAL_TOKENS, Sizes, TinyCase, frame_shard, set_weights
+from . import SPECIAL_TOKENS, Sizes, TinyCase, frame_shard, random_model
 
 VOCABULARY = 96
 IMAGE = VOCABULARY  # only the embedding has a row for it
@@ -23,6 +23,8 @@ TILES = 3
 PATCHES = 5  # a tile of 28 x 28 has four and the class embedding
 ASPECT_RATIOS = [[1, 1], [1, 2], [1, 3], [2, 1], [3, 1]]
 CROSS_LAYERS = (1, 3)
+RULES = {r"gate(_attn|_ffn)?$": (0.8, 0.2), "norm.*weight$": (1.0, 0.2), "bias$|class_embedding": (0.0, 0.2)}
+RULES |= {"^(?!.*patch_embedding).*embed": (0.0, 0.5)}
 PIXEL_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self|cross)_attn\.(q|k|v|o)_proj"
 
@@ -53,24 +55,18 @@ def arguments_of(sizes: Sizes) -> dict[str, Any]:
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) -> Any:
     """Return a model in eval mode; no gate is zero, and attention is far from uniform."""
-    torch.manual_seed(seed)
-    model = MllamaForConditionalGeneration(tiny_config(**config)).eval()
-    model.set_attn_implementation(attn_implementation)
-    rules = {r"gate(_attn|_ffn)?$": (0.8, 0.2), "norm.*weight$": (1.0, 0.2), "bias$|class_embedding": (0.0, 0.2)}
-    return set_weights(model, rules | {"^(?!.*patch_embedding).*embed": (0.0, 0.5)}, seed)
+    return random_model(MllamaForConditionalGeneration, tiny_config(**config), RULES, seed, attn_implementation)
 
 
 @dataclass(frozen=True)
 class Case(TinyCase):
     """A batch of Llama 3.2 Vision; `features` is None, "tiles" or "sample" (the tiles of a sample in one row).
 
-    Attributes:
-        frames: the number of tiles of each image of each sample; ((3, 1), (2,)) are two samples.
-        mask: "processor": the mask that the processor makes; "scattered": a token sees any tiles; "none": no mask. The
-            unpatched model then needs eager attention, because sdpa applies a causal mask to the tiles.
+    `mask` is "processor" (that of the processor), "scattered" (a token sees any tiles) or "none". The unpatched model
+    then needs eager attention, because sdpa applies a causal mask to the tiles.
     """
 
-    frames: tuple[tuple[int, ...], ...] = ((3, 1, 2),)
+    frames: tuple[tuple[int, ...], ...] = ((3, 1, 2),)  # the tiles of each image of each sample
     mask: str = "processor"
 
     def model_overrides(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mllm_seqpar import FrameShard
 from mllm_seqpar.models.moss_vl import MossVLConfig, MossVLForConditionalGeneration
 
-from . import SPECIAL_TOKENS, Sizes, TinyCase, set_weights
+from . import SPECIAL_TOKENS, Sizes, TinyCase, random_model
 
 VOCABULARY = 96
 START, END, IMAGE, VIDEO = 92, 93, 94, 95
@@ -49,27 +49,22 @@ def arguments_of(sizes: Sizes) -> dict[str, Any]:
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) -> Any:
     """Return a model in eval mode; no gate is closed, and attention is far from uniform."""
-    torch.manual_seed(seed)
-    model = MossVLForConditionalGeneration(tiny_config(**config)).eval()
-    model.set_attn_implementation(attn_implementation)
     rules = {"gate$": (0.8, 0.2), "norm.*weight$": (1.0, 0.2), "bias$|separator": (0.0, 0.2)}
-    return set_weights(model, rules | {"embed_tokens|pos_embed": (0.0, 0.5)}, seed)
+    rules |= {"embed_tokens|pos_embed": (0.0, 0.5)}
+    return random_model(MossVLForConditionalGeneration, tiny_config(**config), rules, seed, attn_implementation)
 
 
 @dataclass(frozen=True)
 class Case(TinyCase):
     """A batch of MOSS-VL.
 
-    Attributes:
-        features: None, or "embeddings", those of the tower with separators, as `visual_embeds`.
-        frames: the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
-            of a video.
-        mask: "processor": bool, as the processor makes it; "counts": the number of frames of each row; "none": no mask.
+    `frames` has the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
+    of a video. `features` is None or "embeddings", those of the tower with separators, as `visual_embeds`.
     """
 
     frames: tuple[tuple[tuple[int, ...], ...], ...] = (((3, 4, 6), (6, 4)),)
     length: int = 19
-    mask: str = "processor"
+    mask: str = "processor"  # bool, as the processor makes it; "counts": the frames of each row; "none": no mask
 
 
 def frames_of(case: Case) -> list[int]:

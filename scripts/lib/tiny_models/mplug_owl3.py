@@ -61,17 +61,12 @@ LORA_TARGETS = ["q_proj", "v_kv_proj", "k_proj"]
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of mPLUG-Owl3.
-
-    Attributes:
-        packed: the lengths of the sequences that are packed into each row, separated by `position_ids`.
-        offsets: whether `media_offset` is passed.
-    """
+    """A batch of mPLUG-Owl3."""
 
     frames: tuple[int, ...] = (5,)
     length: int = 13
-    packed: tuple[int, ...] = ()
-    offsets: bool = False
+    packed: tuple[int, ...] = ()  # the lengths of the sequences in each row, which `position_ids` separate
+    offsets: bool = False  # whether `media_offset` is passed
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:

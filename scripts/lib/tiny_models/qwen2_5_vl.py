@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from mllm_seqpar import FrameShard, frame_range
 
-from . import SPECIAL_TOKENS, TinyCase, set_weights
+from . import SPECIAL_TOKENS, TinyCase, random_model
 
 VOCABULARY = 96
 START, END, IMAGE, VIDEO = 90, 91, 92, 93
@@ -43,28 +43,22 @@ def tiny_config(**text: Any) -> Qwen2_5_VLConfig:
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
     """Return a model in eval mode; attention is far from uniform."""
-    torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(tiny_config(**text)).eval()
-    model.set_attn_implementation(attn_implementation)
-    return set_weights(model, {"norm.*weight$|ln_q": (1.0, 0.2), "bias$": (0.0, 0.2), "embed_tokens": (0.0, 0.5)}, seed)
+    rules = {"norm.*weight$|ln_q": (1.0, 0.2), "bias$": (0.0, 0.2), "embed_tokens": (0.0, 0.5)}
+    return random_model(Qwen2_5_VLForConditionalGeneration, tiny_config(**text), rules, seed, attn_implementation)
 
 
 @dataclass(frozen=True)
 class Case(TinyCase):
     """A batch of Qwen2.5-VL.
 
-    Attributes:
-        features: None, or "embeddings", those of the vision tower, as `visual_embeds`.
-        frames: the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
-            of a video.
-        packed: lengths of sequences packed in one row, which positions separate; empty: one.
-        timestamps: whether each temporal patch is a run of its own, behind two tokens of text, as in Qwen3-VL.
+    `frames` has the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
+    of a video. `features` is None or "embeddings", those of the vision tower, as `visual_embeds`.
     """
 
     frames: tuple[tuple[tuple[int, ...], ...], ...] = (((3, 4, 6), (6, 4)),)
     length: int = 44
-    packed: tuple[int, ...] = ()
-    timestamps: bool = False
+    packed: tuple[int, ...] = ()  # lengths of sequences in one row, which positions separate; empty: one
+    timestamps: bool = False  # whether each temporal patch is a run, behind two tokens of text, as in Qwen3-VL
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:

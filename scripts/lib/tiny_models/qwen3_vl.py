@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from . import SPECIAL_TOKENS, set_weights
+from . import SPECIAL_TOKENS, random_model
 from .qwen2_5_vl import (
     LORA_TARGETS,
     TEXT,
@@ -35,10 +34,8 @@ def tiny_config(deepstack: tuple[int, ...] = (0, 2), **text: Any) -> Qwen3VLConf
 
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) -> Any:
     """Return a model in eval mode; attention is far from uniform."""
-    torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(tiny_config(**text)).eval()
-    model.set_attn_implementation(attn_implementation)
-    return set_weights(model, {"norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.2), "embed": (0.0, 0.5)}, seed)
+    rules = {"norm.*weight$": (1.0, 0.2), "bias$": (0.0, 0.2), "embed": (0.0, 0.5)}
+    return random_model(Qwen3VLForConditionalGeneration, tiny_config(**text), rules, seed, attn_implementation)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,16 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig, Ml
 
 from mllm_seqpar.models.video_mllama import VideoMllamaConfig, VideoMllamaForConditionalGeneration
 
-from . import Sizes, TinyCase, frame_shard, set_weights
-from . import mllama as base
+from . import TinyCase, random_model
+from .mllama import LORA_TARGETS, RULES, arguments_of, local_frames, shard_units, unpatched_generate
+from .mllama import tiny_config as config_of_images
+
+__all__ = ["LORA_TARGETS", "Case", "arguments_of", "inputs_of", "local_frames", "shard_units", "tiny_model"]
+__all__ += ["unpatched_generate"]
 
 VOCABULARY = 96
 IMAGE = VOCABULARY  # only the embedding has a row for it
-TOKENS = 5  # a frame of 56 x 56 has 16 patches, which are pooled to four, and the class token
-SIDE = 56
-PIXEL_INPUTS = base.PIXEL_INPUTS
-LORA_TARGETS = base.LORA_TARGETS
+SIDE = 56  # a frame has 16 patches, which are pooled to four, and the class token, as many as a tile of `mllama`
 _ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ROPE |= {"original_max_position_embeddings": 64}
 
@@ -38,7 +39,7 @@ def tiny_config(
     **text: Any,
 ) -> VideoMllamaConfig:
     """Return a config: 5 layers of width 64 (1 and 3 cross-attention), 4 heads, 2 KV heads, 5 tokens a frame."""
-    like = base.tiny_config(**{"rope_parameters": _ROPE} | text)
+    like = config_of_images(**{"rope_parameters": _ROPE} | text)
     tower = like.vision_config.to_dict() | {"image_size": SIDE, "max_num_tiles": 4, "supported_aspect_ratios": None}
     return VideoMllamaConfig(
         vision_config=MllamaVisionConfig(**tower | dict(vision or {})).to_dict(),
@@ -51,33 +52,18 @@ def tiny_config(
     )
 
 
-def arguments_of(sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of `tiny_model` for these sizes."""
-    return base.arguments_of(sizes)
-
-
 def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) -> Any:
     """Return a model in eval mode; no gate is zero, and attention is far from uniform."""
-    torch.manual_seed(seed)
-    model = VideoMllamaForConditionalGeneration(tiny_config(**config)).eval()
-    model.set_attn_implementation(attn_implementation)
-    rules = {r"gate(_attn|_ffn)?$": (0.8, 0.2), "norm.*weight$": (1.0, 0.2), "bias$|class_embedding": (0.0, 0.2)}
-    return set_weights(model, rules | {"^(?!.*patch_embedding).*embed": (0.0, 0.5)}, seed)
+    return random_model(VideoMllamaForConditionalGeneration, tiny_config(**config), RULES, seed, attn_implementation)
 
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of MOSS-Video-Preview; `features` is None, "frames" or "sample" (all frames in one row).
-
-    Attributes:
-        frames: the number of frames of each sample.
-        mask: "processor": a row sees the frames at or before it; "scattered": any frames; "none": no mask.
-        positions: whether the positions of frames are passed.
-    """
+    """A batch of MOSS-Video-Preview; `features` is None, "frames" or "sample" (all frames in one row)."""
 
     frames: tuple[int, ...] = (3,)
-    mask: str = "processor"
-    positions: bool = True
+    mask: str = "processor"  # a row sees the frames at or before it; "scattered": any frames; "none": no mask
+    positions: bool = True  # whether the positions of frames are passed
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
@@ -127,20 +113,3 @@ def _images(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         ratio_ids[sample, :count] = 1
     ratio_mask = torch.ones(samples, most, 1, dtype=torch.long)
     return {"pixel_values": pixels, "aspect_ratio_ids": ratio_ids, "aspect_ratio_mask": ratio_mask}
-
-
-def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
-    """Return the same inputs for a rank that passes only its frames, or only their features."""
-    if "cross_attention_states" in inputs:
-        frames = {"cross_attention_states": inputs["cross_attention_states"].reshape(-1, TOKENS, 64)}
-    else:
-        frames = {name: inputs[name].flatten(0, 1) for name in PIXEL_INPUTS}
-    return frame_shard(inputs, frames, group, layout)
-
-
-def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers and the layers of both vision encoders."""
-    return base.shard_units(model)
-
-
-unpatched_generate = base.unpatched_generate

@@ -26,7 +26,7 @@ from mllm_seqpar.models.loading import load_model
 from mllm_seqpar.training import finetune
 from ranks import ranks
 from tiny_models.mplug_owl3 import tiny_config, tiny_model
-from training_logs import log_of
+from training_logs import fine_tuning, log_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mplug_owl3, tied embeddings": ("mplug_owl3", {"tie_word_embeddings": True}),
@@ -105,9 +105,8 @@ def test_fine_tuning_reads_the_weights_on_rank_0_only(training_files: Path, tmp_
     trajectories = []
     for efficient in (False, True):
         output = tmp_path / str(efficient)
-        argv = ["--model", training_files / "model", "--data", training_files / "train.jsonl", "--output_dir", output]
-        argv += ["--max_steps", 2, "--per_device_train_batch_size", 2, "--adam_epsilon", 1e-4, "--disable_tqdm", True]
-        devices = ranks(2, environment(efficient)).run(fine_tune, [*map(str, argv)])
+        argv = fine_tuning(training_files, output, "--max_steps", 2, "--per_device_train_batch_size", 2)
+        devices = ranks(2, environment(efficient)).run(fine_tune, argv)
         assert devices == [[None], ["meta" if efficient else None]]
         trajectories.append(log_of(output))
     assert trajectories[0] == trajectories[1]

@@ -31,18 +31,15 @@ from mllm_seqpar.training.checkpoints import CheckpointClock, last_checkpoint
 from mllm_seqpar.training.finetune import fine_tune
 from ranks import ranks
 from ranks_worker import reset_global_state
-from training_logs import assert_same_trajectory, log_of
+from training_logs import assert_same_trajectory, fine_tuning, log_of
 
 STEPS = 6  # two epochs
 STOP, RESUMED_STOP = 4, 5  # in the second epoch of three steps
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
-    options = {"--model": files / "model", "--data": files / "train.jsonl", "--output_dir": output}
-    options |= {"--disable_tqdm": True, "--learning_rate": 1e-3, "--adam_epsilon": 1e-4, "--global_batch_size": 4}
-    options |= {"--save_steps": 1000}
-    given = [text for name, value in options.items() if name not in more for text in (name, value)]
-    return [*map(str, [*given, *more])]
+    size: tuple[object, ...] = () if "--global_batch_size" in more else ("--global_batch_size", 4)
+    return fine_tuning(files, output, *size, *more)
 
 
 def compared(files: Path, output: Path, *more: object) -> list[str]:
@@ -223,12 +220,6 @@ def test_a_checkpoint_is_continued_with_the_same_data_only(training_files: Path,
             fine_tune(given)
 
 
-def test_a_missing_model_is_an_error_in_one_line(training_files: Path, tmp_path: Path) -> None:
-    argv = arguments(training_files, tmp_path / "out", "--model", tmp_path)
-    with pytest.raises(ConfigError, match="no config.json there; give a directory that save_pretrained wrote"):
-        fine_tune(argv)
-
-
 def test_every_checked_in_configuration_is_fsdp2() -> None:
     paths = sorted((ROOT / "configs").glob("fsdp2_*.yaml"))
     assert len(paths) >= 4
@@ -321,7 +312,20 @@ def test_weights_are_sharded_without_a_launch_configuration(training_files: Path
     assert (training_files / "sharded" / "training.png").is_file()
 
 
-def test_ranks_that_do_not_divide_the_processes_are_refused(training_files: Path, tmp_path: Path) -> None:
-    message = "3 ranks per sample need 3 processes, or a multiple, and there is one; start them with a launcher"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "."), "no config.json there; give a directory that save_pretrained wrote"),
+        (
+            ("--sp", 3),
+            "3 ranks per sample need 3 processes, or a multiple, and there is one; start them with a launcher",
+        ),
+        (("--stop_after", 9, "--max_steps", 2), "--stop_after 9: the steps of this run are 1 to 2; give one"),
+    ],
+)
+def test_runs_that_cannot_begin_are_refused(
+    training_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        fine_tune(arguments(training_files, tmp_path, "--sp", 3))
+        fine_tune(arguments(training_files, tmp_path / "out", *options))

@@ -19,7 +19,7 @@ from mllm_seqpar.training import batches
 from mllm_seqpar.training.finetune import fine_tune
 from ranks import ranks
 from ranks_worker import reset_global_state
-from training_logs import assert_same_trajectory, log_of
+from training_logs import assert_same_trajectory, fine_tuning, log_of
 
 STEPS, VIDEOS = 4, 3  # two epochs of two steps: 4 samples, one without a video
 
@@ -34,11 +34,9 @@ def training_files(training_files: Path) -> Path:
 
 
 def arguments(files: Path, output: Path, *more: object) -> list[str]:
-    options = ["--model", files / "model", "--data", files / "short.jsonl", "--output_dir", output]
-    options += ["--disable_tqdm", True, "--learning_rate", 1e-3, "--adam_epsilon", 1e-4, "--global_batch_size", 2]
-    options += ["--save_strategy", "no", "--max_steps", STEPS, "--eval_data", files / "few.jsonl"]
-    options += ["--vision_chunk_size", 2]  # the tower runs several times in a pass
-    return [*map(str, [*options, "--eval_strategy", "steps", "--eval_steps", STEPS // 2, *more])]
+    options = ["--data", files / "short.jsonl", "--global_batch_size", 2, "--save_strategy", "no", "--max_steps", STEPS]
+    options += ["--eval_data", files / "few.jsonl", "--eval_strategy", "steps", "--eval_steps", STEPS // 2]
+    return fine_tuning(files, output, *options, "--vision_chunk_size", 2, *more)  # the tower runs several times
 
 
 def counted(argv: list[str]) -> tuple[int, int]:
@@ -125,35 +123,35 @@ def test_features_of_one_process_are_read_by_two(training_files: Path, tmp_path:
 
 @pytest.mark.slow
 def test_features_that_do_not_fit_are_one_sentence(training_files: Path, tmp_path: Path) -> None:
-    features, number = tmp_path / "features", itertools.count()
+    features, number, model = tmp_path / "features", itertools.count(), tmp_path / "model"
 
     def argv(*more: object) -> list[str]:
         return arguments(training_files, tmp_path / f"out-{next(number)}", "--features", features, *more)
 
-    with pytest.raises(ConfigError, match=r"64 of its tensors are trained, such as .*; freeze it \(--freeze vision\)"):
-        fine_tune(argv())
-    with pytest.raises(ConfigError, match=r"tensors are trained, such as .*lora_A.*; freeze it \(--freeze vision\)"):
-        fine_tune(argv("--use_peft"))
-    model = tmp_path / "model"
+    frozen = ("--freeze", "vision")
     shutil.copytree(training_files / "model", model)
     config = json.loads((model / "config.json").read_text())
     config["vision_config"]["attention_dropout"] = 0.1
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"random in training \(attention_dropout = 0.1\); set it to 0"):
-        fine_tune([*argv("--freeze", "vision"), "--model", str(model)][2:])
-    counted(argv("--freeze", "vision"))
-    with pytest.raises(DataError, match="made with fps = None, and now it is 2.0; give --features another directory"):
-        fine_tune(argv("--freeze", "vision", "--fps", "2"))
+    for options, message in (
+        ((), r"64 of its tensors are trained, such as .*; freeze it \(--freeze vision\)"),
+        (("--use_peft",), r"tensors are trained, such as .*lora_A.*; freeze it \(--freeze vision\)"),
+        ((*frozen, "--model", model), r"random in training \(attention_dropout = 0.1\); set it to 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fine_tune(argv(*options))
+    counted(argv(*frozen))
     shutil.copy(training_files / "model" / "config.json", model)
     weights = load_file(model / "model.safetensors")
-    save_file(
-        {name: w + 1 if name.startswith("vision_model.") else w for name, w in weights.items()},
-        model / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with pytest.raises(DataError, match="made with model = "):
-        fine_tune([*argv("--freeze", "vision"), "--model", str(model)][2:])
+    weights = {name: w + 1 if name.startswith("vision_model.") else w for name, w in weights.items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    for options, message in (
+        (("--fps", "2"), "made with fps = None, and now it is 2.0; give --features another directory"),
+        (("--model", model), "made with model = "),
+    ):
+        with pytest.raises(DataError, match=message):
+            fine_tune(argv(*frozen, *options))
     files = sorted(features.glob("frames/*/*.safetensors"))
     files[0].unlink()  # these frames are encoded again
-    counted(argv("--freeze", "vision"))
+    counted(argv(*frozen))
     assert files[0].exists()

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,54 +18,59 @@ from mllm_seqpar.chats.store import TowerStore, open_features, save_features
 from mllm_seqpar.data import plan_frames, probe, source_meta
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.digests import model_fingerprint
-from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameSizes, frame_bounds, frame_spans, take_spans
+from mllm_seqpar.sharding import FRAME_LAYOUTS, FrameSizes, take_spans
 
 
 def write(
     folder: Path,
     embeds: Tensor,
     world: int,
+    *,
     ranks: Container[int] = range(99),
     layout: str = "contiguous",
+    sizes: Sequence[int] | None = None,
     **meta: object,
 ) -> None:
-    for rank, spans in enumerate(frame_spans(len(embeds), world, layout)):
+    frames = FrameSizes(len(embeds) if sizes is None else len(sizes), sizes)
+    for rank, spans in enumerate(frames.spans(world, layout)):
         if rank in ranks:
-            place: dict[str, Any] = {"start": spans[0][0] if spans else 0, "total": len(embeds), "layout": layout}
-            save_features(folder, take_spans(embeds, spans), **place, rank=rank, world=world, meta=meta)
+            place: dict[str, Any] = {"start": spans[0][0] if spans else 0, "total": frames.total, "layout": layout}
+            own = take_spans(embeds, frames.units(spans))
+            save_features(folder, own, **place, rank=rank, world=world, sizes=sizes, meta=meta)
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (11, torch.float32)])
-def test_any_number_of_ranks_reads_the_store(tmp_path: Path, world: int, dtype: torch.dtype) -> None:
-    embeds = torch.randn(10, 3, 8).to(dtype)  # the last of 11 ranks has no frames
-    write(tmp_path, embeds, world, fps=1.0)
+@pytest.mark.parametrize("sizes", [None, [5, 1, 2, 9, 1]], ids=["equal", "unequal"])
+@pytest.mark.parametrize(
+    ("world", "layout", "dtype"),
+    [
+        (1, "contiguous", torch.float32),
+        (3, "contiguous", torch.bfloat16),
+        (11, "contiguous", torch.float32),  # the last rank has no frames
+        *((world, "zigzag", torch.float32) for world in (1, 3, 8, 11)),
+    ],
+)
+def test_any_number_of_ranks_reads_and_maps_the_store(
+    tmp_path: Path, world: int, layout: str, dtype: torch.dtype, sizes: list[int] | None
+) -> None:
+    embeds = (torch.randn(10, 3, 8) if sizes is None else torch.randn(sum(sizes), 1, 8)).to(dtype)
+    write(tmp_path, embeds, world, layout=layout, sizes=sizes, fps=1.0)
     store = open_features(tmp_path)
-    assert (store.total_frames, store.tokens_per_frame, store.hidden, store.dtype) == (10, 3, 8, dtype)
-    for readers in (1, 4, 12):
-        parts = [store.read(span) for span in frame_bounds(10, readers)]
-        assert torch.equal(torch.cat(parts), embeds)
-    assert torch.equal(store.read((2, 9)), embeds[2:9]) and store.read((4, 4)).shape == (0, 3, 8)
-    with pytest.raises(ConfigError, match="frames 3 to 11 asked"):
-        store.read((3, 11))
-
-
-@pytest.mark.parametrize("world", [1, 3, 8, 11])
-def test_store_of_zigzag_shards_is_mapped_by_as_many_ranks_and_read_by_others(tmp_path: Path, world: int) -> None:
-    embeds = torch.randn(10, 3, 8)
-    write(tmp_path, embeds, world, layout="zigzag")
-    store = open_features(tmp_path)
-    assert torch.equal(store.read((0, 10)), embeds) and torch.equal(store.read((7, 9), (1, 3)), embeds[[7, 8, 1, 2]])
-    for readers, layout in itertools.product((1, 3, 8, 11), FRAME_LAYOUTS):
-        by_rank = frame_spans(10, readers, layout)
-        for frames in by_rank:
-            expected = take_spans(embeds, frames)
-            assert torch.equal(store.read(*frames), expected) and torch.equal(store.map(*frames), expected)
-        assert store.can_map(by_rank) or (readers, layout) != (world, "zigzag")
+    frames = FrameSizes(10 if sizes is None else 5, sizes)
+    assert (store.total_frames, store.sizes) == (frames.total, frames)
+    assert (store.tokens_per_frame, store.hidden, store.dtype) == (embeds.shape[1], 8, dtype)
+    of_ranks = {key: frames.spans(*key) for key in itertools.product((1, 3, 4, 8, 12), FRAME_LAYOUTS)}
+    for key, by_rank in of_ranks.items():
+        assert store.can_map(by_rank) or key != (world, layout)
+    for spans in [*itertools.chain(*of_ranks.values()), ((3, 5), (0, 1)), ((2, 2),)]:
+        expected = take_spans(embeds, frames.units(spans))
+        assert torch.equal(store.read(*spans), expected) and torch.equal(store.map(*spans), expected)
     assert not store.can_map([((0, 1), (3, 4))])
+    with pytest.raises(ConfigError, match=f"frames 3 to {frames.total + 1} asked"):
+        store.read((3, frames.total + 1))
 
 
 def test_unusable_store_is_refused(tmp_path: Path) -> None:
-    one, two = torch.zeros(10, 3, 8), torch.ones(10, 3, 8)
+    one = torch.zeros(10, 3, 8)
     name = "features-0000{}-of-0000{}.safetensors".format
 
     def refused(message: str, folder: Path = tmp_path) -> None:
@@ -80,7 +85,7 @@ def test_unusable_store_is_refused(tmp_path: Path) -> None:
     refused("3 shards but no index")
     refused("no features", tmp_path / "nowhere")
     write(tmp_path, one, 2, video="old")
-    write(tmp_path, two, 2, ranks=[0], video="new")
+    write(tmp_path, one + 1, 2, ranks=[0], video="new")
     refused(rf"{name(1, 2)} \(from another run\)")
 
 
@@ -100,6 +105,8 @@ def test_frames_of_another_rank_are_refused(tmp_path: Path) -> None:
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=1, world=2)
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         save_features(tmp_path, torch.zeros(5, 3, 8), start=0, total=10, rank=2, world=2)
+    with pytest.raises(ConfigError, match="this rank has 0 to"):
+        save_features(tmp_path, torch.zeros(1, 1, 4), start=0, total=5, rank=0, world=3, sizes=[5, 1, 2, 9, 1])
 
 
 def test_features_of_another_video_or_sampling_are_refused(tmp_path: Path) -> None:
@@ -144,20 +151,3 @@ def test_features_of_a_tower_that_version_0_2_stored_are_read(tmp_path: Path) ->
         identity = file.metadata()
     save_file({"states": states}, path, metadata=identity)
     assert torch.equal(store.read("key", 1, 3), states[1:])
-
-
-@pytest.mark.parametrize(("world", "layout"), [(1, "contiguous"), (3, "contiguous"), (2, "zigzag"), (7, "zigzag")])
-def test_store_of_frames_of_unequal_size(tmp_path: Path, world: int, layout: str) -> None:
-    sizes = torch.tensor([5, 1, 2, 9, 1])
-    embeds, frames = torch.randn(18, 1, 4), FrameSizes(5, sizes)
-    for rank, spans in enumerate(frames.spans(world, layout)):
-        place: dict[str, Any] = {"start": spans[0][0] if spans else 0, "total": 5, "layout": layout, "sizes": sizes}
-        save_features(tmp_path, take_spans(embeds, frames.units(spans)), **place, rank=rank, world=world)
-    store = open_features(tmp_path)
-    assert store.sizes == frames and store.total_frames == 5
-    for spans in (((0, 5),), ((1, 3),), ((3, 5), (0, 1)), ((2, 2),)):
-        expected = take_spans(embeds, frames.units(spans))
-        assert torch.equal(store.read(*spans), expected) and torch.equal(store.map(*spans), expected)
-    assert store.can_map(frames.spans(world, layout))
-    with pytest.raises(ConfigError, match="this rank has 0 to"):
-        save_features(tmp_path, embeds[:1], start=0, total=5, rank=0, world=world, sizes=sizes)

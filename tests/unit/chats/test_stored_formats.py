@@ -299,26 +299,9 @@ def test_format_that_save_to_disk_keeps_is_not_used(tmp_path: Path) -> None:
     assert repr(open_records(tmp_path / "saved").record(0)) == repr({name: value for name, (value,) in rows.items()})
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"question,answer\nWhat, then?,Red.\n", "a.csv, record 1: has more cells than the header has columns"),
-        ("question,answer\nWhat?,Ros\xe9\n".encode("latin1"), r"a.csv: not CSV in UTF-8 \('utf-8' codec"),
-        (
-            b"question,answer\n" + b"x" * 200_000 + b",y\n",
-            r"a.csv: not readable as CSV \(field larger than",
-        ),
-    ],
-)
-def test_damaged_csv_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.csv").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        ChatDataset(tmp_path / "a.csv", None)
-
-
 def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"a.parquet: cannot be read by `datasets` \(Parquet file size is 4 bytes"):
+    with pytest.raises(DataError, match=r"a.parquet: cannot be read \(Parquet file size is 4 bytes"):
         open_records(tmp_path / "a.parquet")
     for number, answer in enumerate((1, "Red.")):
         arrow.parquet.write_table(arrow.table({"answer": [answer]}), tmp_path / f"b-{number}.parquet")
@@ -327,7 +310,9 @@ def test_missing_datasets_and_damaged_tables_are_named(tmp_path: Path, monkeypat
     ):
         open_records(tmp_path / "b-*.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"a.parquet: reading parquet, .* pip install 'mllm-seqpar\[data\]'"):
+    with pytest.raises(
+        ConfigError, match=r"a.parquet: reading parquet and arrow files .* pip install 'mllm-seqpar\[data\]'"
+    ):
         open_records(tmp_path / "a.parquet")
 
 
@@ -389,31 +374,50 @@ def test_data_urls_are_files_of_the_cache(tmp_path: Path, media: Path, processor
     assert not cache.exists() and data.batch([0]).frames == 1
     assert [file.suffix for file in (cache / "media").iterdir() if file.suffix != ".lock"] == [".png"]
     path.write_text(path.read_text().replace(content, "***"))
-    with pytest.raises(VideoError, match=r"a.jsonl:1: data:image/png;base64,\*\*\*\.\.\.: not a data URL"):
+    with pytest.raises(VideoError, match=r"a.jsonl:1: data:image/png;base64,\*\*\*: not a valid URL"):
         ChatDataset(path, processor).batch([0])
 
 
+CSV, RECURSION = b"question,answer\n", "not JSON .maximum recursion depth exceeded"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (b'{"question": "What?", "answer": ' + b"[" * 100_000, "a.jsonl:1: not JSON .maximum recursion depth exceeded"),
-        (b"[" * 100_000, "a.jsonl: not JSON .maximum recursion depth exceeded"),
+        ("a.csv", CSV + b"What, then?,Red.\n", "a.csv, record 1: has more cells than the header has columns"),
+        ("a.csv", CSV + "What?,Ros\xe9\n".encode("latin1"), r"a.csv: not CSV in UTF-8 \('utf-8' codec"),
+        ("a.csv", CSV + b"x" * 200_000 + b",y\n", r"a.csv: not CSV in UTF-8 \(field larger than"),
+        ("a.jsonl", b'{"question": "What?", "answer": ' + b"[" * 100_000, f"a.jsonl:1: {RECURSION}"),
+        ("a.jsonl", b"[" * 100_000, f"a.jsonl: {RECURSION}"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "a.jsonl: is compressed by gzip; .* gunzip < a.jsonl > OUT.jsonl"),
         (
-            gzip.compress(b"{}", mtime=0),
-            "a.jsonl: is compressed by gzip; decompress it, e.g. gunzip < a.jsonl > OUT.jsonl",
+            "a.jsonl",
+            b'{"conversations": [{"from": ["human"], "value": "?"}]}',
+            r"a.jsonl:1: turn 0 .* from \['human'\]",
         ),
-        (b'{"conversations": [{"from": ["human"], "value": "What?"}]}', r"a.jsonl:1: turn 0 .* is from \['human'\]"),
         (
+            "a.jsonl",
             b'{"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}',
-            r"a.jsonl:1: message 0 \(user\) holds .*which is not a part",
+            "a.jsonl:1: .* is not a part",
         ),
-        (b'{"question": "What?", "answer": "Red.", "image": "%s"}' % (b"iVBO" * 1000), "a.jsonl:1: .*: no such file"),
+        (
+            "a.jsonl",
+            b'{"question": "?", "answer": "x", "image": "%s"}' % (b"iVBO" * 1000),
+            "a.jsonl:1: .*: no such file",
+        ),
+        ("a.jsonl", b"{\n", "a.jsonl:1: not JSON"),
+        ("a.jsonl", b"\n3\n", 'a.jsonl:2: is 3; needs "messages"'),
+        ("a.jsonl", b"\n", "a.jsonl: contains no conversation"),
+        ("a.json", b'[{"a": 1}\n{"b": 2}]', r"a.json: not JSON \(Expecting ',' delimiter: line 2"),
+        ("a.json", b'[\n{"a": 1},\n{', r"a.json: not JSON \(.*line 3"),
     ],
 )
-def test_content_that_no_parser_takes_is_named_by_its_place(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(content)
+def test_content_that_no_parser_takes_is_named_by_its_place(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
-        ChatDataset(tmp_path / "a.jsonl", None)
+        ChatDataset(tmp_path / name, None)
     assert len(str(error.value)) < 1000
 
 

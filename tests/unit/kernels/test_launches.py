@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_operators import DeviceOperators
-from fake_cuda import fake_cuda
+from fake_cuda import DeviceOperators, fake_cuda
 from mllm_seqpar.attention import decode_attention, lv_xattn
 from mllm_seqpar.attention.call_spec import with_kernels
-from mllm_seqpar.attention.executor import BlockMath, FinalRows, GradientAccumulator, PartialResult
+from mllm_seqpar.attention.executor import BlockMath, GradientAccumulator, PartialResult
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.masks import FrameMask, Intervals
 
 FORWARD, BACKWARD = 12, 16

@@ -54,7 +54,7 @@ def test_planner_reads_the_config_alone(cache: Path, inference_files: Path) -> N
     config = cached_snapshot(cache, "model", "someone/tiny-owl") / "config.json"
     config.write_bytes((inference_files / "gated/config.json").read_bytes())
     assert find_file("model", "someone/tiny-owl") == config
-    sizes = read_model(find_file("model", "someone/tiny-owl"))
+    sizes = read_model("someone/tiny-owl")
     assert sizes.text == read_model(inference_files / "gated").text
     with pytest.raises(ConfigError, match="someone/none: no such directory here"):
         find_file("model", "someone/none")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from family_directories import MAKERS
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.models.digests import model_digest
 from mllm_seqpar.models.loading import load_model, load_processor
@@ -26,23 +27,42 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("lacking", "added", "message"),
-    [
-        (NORM, None, rf"it lacks 1 tensor \({NORM}\)"),
-        (None, "model.layers.1.gate", r"the model does not have 1 tensor \(model.layers.1.gate\)"),
-        (None, NORM, rf"other shapes have 1 tensor \({NORM}: \(3,\) in the checkpoint, \(8,\) in the model\)"),
-    ],
-)
-def test_differing_weights_are_refused(file: Path, lacking: str | None, added: str | None, message: str) -> None:
+def check_differing_weights(file: Path, name: str) -> None:
+    """Change the tensor `name` of a file, and add one; each is an error that names the tensor."""
+    weights = load_file(file)
+    folder, further, shape = str(file.parent), f"{name}.more", tuple(weights[name].shape)
+    assert load_model(folder).training is False
+    for changed, message in (
+        ({x: weights[x] for x in weights if x != name}, f"it lacks 1 tensor ({name})"),
+        (weights | {further: torch.zeros(3)}, f"the model does not have 1 tensor ({further})"),
+        (weights | {name: torch.zeros(3)}, f"1 tensor ({name}: (3,) in the checkpoint, {shape} in the model)"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(DataError, match=f"{re.escape(message)}.* Expected exactly the weights of"):
+            load_model(folder)
+
+
+def test_differing_weights_are_refused(file: Path) -> None:
     # A buffer of older releases, which the class itself ignores.
     weights = load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     save_file(weights, file, {"format": "pt"})
-    assert load_model(str(file.parent)).training is False
-    weights = {name: x for name, x in weights.items() if name != lacking} | ({added: torch.zeros(3)} if added else {})
-    save_file(weights, file, {"format": "pt"})
-    with pytest.raises(DataError, match=f"--model .*{message}.* Expected exactly the weights of LlamaForCausalLM"):
-        load_model(str(file.parent))
+    check_differing_weights(file, NORM)
+
+
+NATIVE = {
+    "moss_vl": "model.separator_token",
+    "open_flamingo": "perceiver.latents",
+    "video_mllama": "model.multi_modal_projector.weight",
+}
+
+
+@pytest.mark.parametrize("family", [family for family in NATIVE if family in MAKERS])
+def test_differing_weights_of_native_models_are_refused(family: str, tmp_path: Path) -> None:
+    MAKERS[family](tmp_path)
+    check_differing_weights(tmp_path / "model.safetensors", NATIVE[family])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no (model.safetensors|file named model.safetensors)"):
+        load_model(str(tmp_path))
 
 
 def test_incomplete_directories_are_refused(file: Path, tmp_path: Path) -> None:

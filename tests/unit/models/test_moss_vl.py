@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from mllm_seqpar._compat import cache_argument, cache_of
-from mllm_seqpar.errors import ConfigError, DataError, MaskError, SeqParError, ShapeError
+from mllm_seqpar.errors import ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.models.moss_vl import MossVLConfig, MossVLForConditionalGeneration
 from moss_vl_reference import positions_of, sample_logits
 from tiny_models.moss_vl import IMAGE, Case, inputs_of, tiny_config, tiny_model, with_blank_images
@@ -327,9 +326,13 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("part", "changed", "message"),
         [
-            ("text_config", {"cross_attention_layers": [0, 2]}, "expected distinct layers from 1 to 47"),
-            ("text_config", {"cross_attention_layers": [2, 48]}, "expected distinct layers from 1 to 47"),
-            ("vision_config", {"deepstack_visual_indexes": [8, 27]}, "expected distinct blocks of the tower"),
+            ("text_config", {"cross_attention_layers": [0, 2]}, "expected distinct numbers from 1 to 47"),
+            ("text_config", {"cross_attention_layers": [2, 48]}, "expected distinct numbers from 1 to 47"),
+            (
+                "vision_config",
+                {"deepstack_visual_indexes": [8, 27]},
+                "distinct numbers from 0 to 26: blocks",
+            ),
             ("vision_config", {"out_hidden_size": 3584}, "out_hidden_size is 3584 and hidden_size of the text is 4096"),
             ("vision_config", {"temporal_patch_size": 2}, "temporal_patch_size is 2; expected 1"),
             ("text_config", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
@@ -363,21 +366,6 @@ class TestWeights:
         assert all(torch.equal(x, found.state_dict()[name]) for name, x in model.state_dict().items())
         inputs = inputs_of(MIXED, model)
         assert torch.equal(found.eval()(**inputs).logits, model(**inputs).logits)
-
-    @pytest.mark.parametrize("change", ["missing", "further", "shape"])
-    def test_other_weights_are_refused(self, model: Any, tmp_path: Path, change: str) -> None:
-        model.save_pretrained(tmp_path)
-        weights = load_file(tmp_path / "model.safetensors")
-        name = "model.separator_token"
-        if change == "missing":
-            del weights[name]
-        elif change == "further":
-            weights["model.visual.merger.norms.4.weight"] = torch.zeros(32)
-        else:
-            weights[name] = torch.zeros(3)
-        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-        with pytest.raises(DataError, match="the checkpoint's weights are not the model's"):
-            MossVLForConditionalGeneration.from_pretrained(tmp_path)
 
     def test_new_model_has_closed_gates(self) -> None:
         model = MossVLForConditionalGeneration(tiny_config())

@@ -138,7 +138,7 @@ class TestCall:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"images": [picture(0), picture(1)], "text": "<|image|>"}, "the text has 1 .* and 2 images"),
+            ({"images": [picture(0), picture(1)], "text": "<|image|>"}, r"the texts have \[1\] .* and 2 images"),
             ({"text": "a", "colour": "red"}, "unknown arguments: colour"),
             ({"images": picture(0)}, "text is None"),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import video_mllama_published as published
@@ -18,6 +18,7 @@ from mllm_seqpar._compat import cache_argument, cache_name
 from mllm_seqpar.errors import ConfigError, DataError, ShapeError
 from mllm_seqpar.models.loading import load_config, load_model
 from mllm_seqpar.models.video_mllama import VideoMllamaConfig, VideoMllamaForConditionalGeneration
+from selections import slow_unless
 from tiny_models.video_mllama import Case, inputs_of, tiny_config, tiny_model
 
 NUMBERS = json.loads(Path(published.__file__).with_suffix(".json").read_text())
@@ -42,7 +43,7 @@ def old_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def write(folder: Path, case: dict[str, Any], **more: Tensor) -> None:
+def write(folder: Path, case: dict[str, Any]) -> None:
     """Write the model of a case as a published directory."""
     config = config_of(case)
     (folder / "config.json").write_text(json.dumps(config))
@@ -51,11 +52,13 @@ def write(folder: Path, case: dict[str, Any], **more: Tensor) -> None:
         model = VideoMllamaForConditionalGeneration(VideoMllamaConfig(**fields))
     shapes = {old_name(name): x.shape for name, x in model.state_dict().items()}
     weights = {name: published.weight(name, shape) for name, shape in shapes.items()}
-    save_file(weights | more, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
-@pytest.mark.parametrize("name", published.CASES)
+@pytest.mark.parametrize(
+    ("name", "patched"),
+    slow_unless(lambda row: not row[1] or row[0] == "average", itertools.product(published.CASES, (False, True))),
+)
 def test_published_directory_computes_what_the_published_code_computes(
     name: str, patched: bool, tmp_path: Path
 ) -> None:
@@ -111,17 +114,11 @@ def test_weights_are_loaded_strictly_and_saved_again(tmp_path: Path) -> None:
     for name, x in model.state_dict().items():
         assert torch.equal(x, again.state_dict()[name]), name
     weights = load_file(tmp_path / "model.safetensors")
-    lost = weights.pop("patch_merger.weight")
+    weights.pop("patch_merger.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for load in (load_model, VideoMllamaForConditionalGeneration.from_pretrained):
         with pytest.raises(DataError, match=r"it lacks 1 tensor \(model.patch_merger.weight\)"):
             load(str(tmp_path))
-    save_file(weights | {"patch_merger.weight": lost[:1]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DataError, match="other shapes have 1 tensor"):
-        load_model(str(tmp_path))
-    write(tmp_path, published.CASES["average"], extra=torch.zeros(2))
-    with pytest.raises(DataError, match=r"the model does not have 1 tensor \(extra\)"):
-        load_model(str(tmp_path))
 
 
 def test_auto_classes_load_a_saved_directory(tmp_path: Path) -> None:

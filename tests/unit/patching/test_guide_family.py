@@ -25,7 +25,7 @@ from mllm_seqpar.chats.clip import ImageListSource
 from mllm_seqpar.comm import Communicator, run_loopback
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.data import chat_family
-from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.inference import Sampling
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.integrations.transformers.family import text_arguments
@@ -116,6 +116,23 @@ def test_family_without_attention_to_text_is_refused(family: Any, monkeypatch: p
     with pytest.raises(AdapterError, match="MyFamily: no layer of SimpleNamespace has a self_attn"):
         patch_model(model)
     assert traces(model) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("encode", lambda x: x.flatten(0, 1), r"MyFamily: encode returned features of shape \(\d+, \d+\)"),
+        ("unit_index", lambda x: x[:1], r"and unit_index \(1,\); expected"),
+    ],
+)
+def test_features_of_wrong_shape_are_refused(
+    family: Any, method: str, wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(family, method)
+    monkeypatch.setattr(family, method, lambda *arguments: wrong(original(*arguments)))
+    model, inputs = build("idefics", Case(frames=(2, 3)))
+    with pytest.raises(ShapeError, match=message):
+        patch_model(model)(**inputs)
 
 
 def test_config_need_not_describe_images_or_caches(family: Any) -> None:

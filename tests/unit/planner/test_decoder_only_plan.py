@@ -8,14 +8,13 @@ from clusters import with_
 
 from mllm_seqpar.cli.plan_report import patch_options
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.memory import USABLE, peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan
 from mllm_seqpar.planner.workload import Workload
 
 A100 = read_cluster("a100-80g-8xN")
-QWEN, QWEN3 = (read_model(find_file("model", name)) for name in ("qwen2_5_vl_7b", "qwen3_vl_8b"))
+QWEN, QWEN3 = (read_model(name) for name in ("qwen2_5_vl_7b", "qwen3_vl_8b"))
 STEP = Workload(model=QWEN, frames=1024, text=1024, gpus=8, self_attention="auto", checkpointing=True)
 ASK = replace(STEP, trained="none", checkpointing=False, parameter=2, answer=100)
 RING = ParallelSpec("ring", (1, 8))

@@ -10,16 +10,13 @@ import torch
 from mllm_seqpar.cli import planner
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import ParallelSpec, read_cluster
-from mllm_seqpar.planner.descriptions import CONFIGS
 from mllm_seqpar.planner.memory import peak_memory
 from mllm_seqpar.planner.model_sizes import read_model
 from mllm_seqpar.planner.plan import make_plan, max_frames
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.sharding import FrameSizes, span_length
 
-MOSS, QWEN, OWL = (
-    read_model(CONFIGS / "models" / f"{name}.yaml") for name in ("moss_vl_11b", "qwen3_vl_8b", "mplug-owl3-7b")
-)
+MOSS, QWEN, OWL = (read_model(name) for name in ("moss_vl_11b", "qwen3_vl_8b", "mplug-owl3-7b"))
 H200 = read_cluster("h200-141g-8xN")
 LV = ParallelSpec("lv-xattn", (4, 1))
 TOKENS = [221] * 24 + [921] * 9 + [101] * 31

@@ -18,7 +18,6 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
-from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.memory import (
     CHUNK_BYTES,
     COMMUNICATOR_BYTES,
@@ -35,7 +34,7 @@ from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions
 from model_copies import tiny_model
 
-OWL = read_model(find_file("model", "mplug-owl3-7b"))
+OWL = read_model("mplug-owl3-7b")
 A100 = read_cluster("a100-80g-4x4")
 STEP = Workload(model=OWL, frames=4096, text=8192, gpus=16)
 LV, RING = ParallelSpec("lv-xattn", (16, 1)), ParallelSpec("ring", (1, 16))
@@ -181,7 +180,7 @@ def test_auto_self_attention_is_the_fastest() -> None:
 
 def test_plan_has_the_text_that_the_runtime_selects() -> None:
     """Ring Attention unless another strategy is faster by more than the margin, with the memory of the selected one."""
-    auto = replace(STEP, model=read_model(find_file("model", "idefics-9b")), frames=64, gpus=4, self_attention="auto")
+    auto = replace(STEP, model=read_model("idefics-9b"), frames=64, gpus=4, self_attention="auto")
     times = attention_selection(auto, A100, "self-attention").candidates
     assert times[0].spec.strategy == "mesh" and make_plan(auto, A100).text == ParallelSpec("ring", (1, 4))
     auto = replace(STEP, gpus=4, self_attention="auto", checkpointing=True)
@@ -203,7 +202,7 @@ def test_chunked_mlps_are_recomputed_once() -> None:
     assert chunked.forward == plain.forward
     assert chunked.backward.seconds == pytest.approx(1.5 * plain.backward.seconds)
     assert both.backward == chunked.backward  # the recomputation of a layer stops before its MLP
-    idefics = read_model(find_file("model", "idefics-9b"))  # its cross-attention layers have MLPs, before a gate
+    idefics = read_model("idefics-9b")  # its cross-attention layers have MLPs, before a gate
     chunked, both = (lv_plan(model=idefics, **changes).parts["MLP"].backward.seconds for changes in options[1:])
     assert both / chunked == pytest.approx((32 * 3 + 8 * 4) / (32 * 3 + 8 * 3))
 
@@ -342,7 +341,7 @@ def test_text_attends_to_half_of_the_frames_of_its_placeholders_on_every_rank() 
     assert busiest == pytest.approx(given.visible("cross-attention"), rel=0.01)
     assert (
         replace(given, text=500).visible("cross-attention")
-        == replace(given, model=read_model(find_file("model", "idefics-9b"))).visible("cross-attention")
+        == replace(given, model=read_model("idefics-9b")).visible("cross-attention")
         == 1.0
     )
 
@@ -368,7 +367,7 @@ def test_lora_trains_adapters_over_frozen_weights() -> None:
 
 @pytest.mark.parametrize("name", ["mplug-owl3-2b", "idefics-9b", "llama-3.2-11b-vision", "open-flamingo-9b"])
 def test_adapted_layers_have_all_parameters_of_their_part(name: str) -> None:
-    model = read_model(find_file("model", name))
+    model = read_model(name)
     adapted = sum(one.layers * a * b for one in model.linear for a, b in one.channels)
     gates = model.cross.layers * (model.cross.head_dim**2 if model.cross.gate == "per_head" else 0)
     assert adapted + gates + model.text.embeddings + model.vision.parameters == model.parameters

@@ -21,9 +21,9 @@ ALLOWED = 0.15
 FEW_ROWS = 1024
 """With fewer rows of a head, kernels do not fill the GPU, which a rate does not capture."""
 
-H200 = read_cluster(ROOT / "configs" / "clusters" / "h200-141g-8xN.yaml")
+H200 = read_cluster("h200-141g-8xN")
 ROWS = [json.loads(line) for line in (ROOT / "docs" / "benchmarks" / "gpu.jsonl").read_text().splitlines()]
-OWL = read_model(ROOT / "configs" / "models" / "mplug-owl3-7b.yaml")
+OWL = read_model("mplug-owl3-7b")
 
 
 def rows(measure: str, chosen: Callable[[dict[str, Any]], bool] = lambda row: True) -> list[Any]:

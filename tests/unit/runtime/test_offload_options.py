@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memory_meters import peak_memory
 from mllm_seqpar import patch_model
 from mllm_seqpar.chats.store import open_features, save_features
 from mllm_seqpar.config import SeqParConfig
@@ -17,7 +18,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_bounds
 from model_copies import tiny_model
-from peak_memory import peak_memory
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory's figures of Linux")
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mllm_seqpar.attention.keys import cast_for_attention
 from mllm_seqpar.comm import Communicator, LoopbackCommunicator, LoopbackWorld, run_loopback
 from mllm_seqpar.config import SeqParConfig
+from mllm_seqpar.digests import checksum, sampled_bits, sampling_step
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks import BlockMask
 from mllm_seqpar.masks.frame_mask import mask_over_samples
 from mllm_seqpar.recomputation import AutocastState
-from mllm_seqpar.runtime.checksums import checksum, sampled_bits, sampling_step
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
 from mllm_seqpar.runtime.loss import sharded_causal_lm_loss, shifted

@@ -15,7 +15,6 @@ from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
-from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.masks import BlockMasks
 from mllm_seqpar.runtime import visual_features as visual
 from mllm_seqpar.runtime.projections import FunctionProjection
@@ -219,9 +218,3 @@ def test_saved_bytes_do_not_grow_with_the_video() -> None:
     assert [saved_per_layer(frames, recompute=True) for frames in (8, 16, 64)] == [expected] * 3
     few, many = (saved_per_layer(frames, recompute=False) for frames in (8, 16))
     assert many - few >= 8 * TOKENS * 2 * GROUPS * DIM * 4, "K and V at least"
-
-
-def test_features_of_wrong_shape_raise() -> None:
-    for shape, frames, message in (((4, 12), 4, r"features are \(4, 12\)"), ((4, 2, 12), 3, r"index is \(3,\)")):
-        with pytest.raises(ShapeError, match=message):
-            VisualFeatures(torch.zeros(shape), torch.zeros(frames), 4)

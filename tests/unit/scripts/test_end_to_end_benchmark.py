@@ -32,7 +32,7 @@ def small_step(script, run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model, "build", one_by_one)
 
     def setting(**options):
-        row = made.paper_row("table3", "mPLUG-Owl3-1b", 2)
+        row = script("paper_tables").paper_row("table3", "mPLUG-Owl3-1b", 2)
         return made.scaled_step("a100-owl3", row, "mplug_owl3", 16, rows=4, **options)
 
     return setting

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_seqpar.planner.descriptions import find_file
 from mllm_seqpar.planner.model_sizes import read_model
 
 
@@ -57,7 +56,7 @@ def test_models_are_measured_in_every_mode(script, tmp_path: Path, model: str, m
 @pytest.mark.parametrize("name", ["mplug-owl3-7b", "qwen2_5_vl_7b"])
 def test_models_have_their_published_sizes(script, name: str) -> None:
     made = script("gpu_models").MODELS[name]("meta", torch.bfloat16, False)
-    planned = read_model(find_file("model", name)).parameters
+    planned = read_model(name).parameters
     assert sum(x.numel() for x in made.model.parameters()) == pytest.approx(planned, rel=5e-3)
     assert {x.dtype for x in made.model.parameters()} == {torch.bfloat16} and torch.get_default_dtype() == torch.float32
 

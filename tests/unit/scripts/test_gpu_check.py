@@ -192,6 +192,7 @@ def test_kernels_that_are_not_installed_start_no_process(script, monkeypatch) ->
     assert all(row.ok is None and row.found for row in rows) and "is not installed" in rows[2].found
 
 
+@pytest.mark.slow
 def test_parts_without_a_model_do_not_import_transformers() -> None:
     """Each part runs in processes of its own, which would all wait for it."""
     code = "import gpu_check, gpu_checks.kernels, gpu_checks.attention, sys; print('transformers' in sys.modules)"

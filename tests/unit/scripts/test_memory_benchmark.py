@@ -7,22 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from memory_meters import SavedBytes, peak_memory
 from mllm_seqpar.planner.call_cost import ParallelSpec
 from mllm_seqpar.planner.memory import saved_for_backward as saved_by_formula
 from mllm_seqpar.planner.workload import Workload
-from peak_memory import peak_memory
 
 MIB = 2**20
 ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 
 
-def test_saved_and_peak_bytes_of_known_tensors(script) -> None:
-    harness = script("harness")
+def test_saved_and_peak_bytes_of_known_tensors() -> None:
     weight = torch.ones(512, 512, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     with peak_memory(torch.device("cpu")) as peak:
         x = torch.ones(512, 512, requires_grad=True)  # 1 MiB
-        saved = harness.SavedBytes([weight, x])
+        saved = SavedBytes([weight, x])
         with saved.counting():
             squares = (x @ weight).square()  # saves x, which is excluded, and the product, 1 MiB
             torch.empty(4 * MIB, dtype=torch.uint8)  # allocated and freed
@@ -40,14 +39,14 @@ def test_saved_bytes_grow_as_the_planner_estimates(script, family: str) -> None:
     attention on one process, save up to 13% less)."""
     if family == "open_flamingo" and importlib.util.find_spec("open_flamingo") is None:
         pytest.skip("open_flamingo is installed with --no-deps by scripts/test.sh")
-    harness, memory = script("harness"), script("memory")
+    memory = script("memory")
     bench = memory.MemoryBenchmark(family, 16, 128, torch.device("cpu"), largest=3)
     bench.model.requires_grad_(True)  # IDEFICS has a frozen language model as constructed
 
     def saved(recompute: bool, frames: int, text: int) -> int:
         bench.text = text
         features = bench.features(frames)
-        counter = harness.SavedBytes([*bench.model.parameters(), features])
+        counter = SavedBytes([*bench.model.parameters(), features])
         with bench.patched(memory.Mode("lv-xattn", recompute)), counter.counting():
             bench.loss(frames, features)
         return counter.bytes - text * 1024 * 4  # without the logits, in float32

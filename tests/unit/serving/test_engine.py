@@ -1,6 +1,7 @@
 """Layer: one process. Jobs about videos and images on ranks that are threads, and jobs that cannot be answered."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from mllm_seqpar.models.loading import load_model, load_processor
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.jobs import Worker
+from selections import slow_unless
 
 pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
 CPU = torch.device("cpu")
@@ -294,7 +296,7 @@ def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
 
 
 @pytest.mark.parametrize(("world", "shard_prompt_from"), [(1, None), (2, None), (2, 1)])
-@pytest.mark.parametrize("name", [*MAKERS, "gated"])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "gated", [*MAKERS, "gated"]))
 def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
     name: str, world: int, shard_prompt_from: int | None, inference_files: Path
 ) -> None:
@@ -329,8 +331,10 @@ def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
         assert before.tokens == after.tokens == again.tokens and after.cached_tokens == 0 < again.cached_tokens
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", [*MAKERS, "gated"])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    slow_unless(lambda row: row in (("gated", 2), ("mllama", 1)), itertools.product([*MAKERS, "gated"], (1, 2))),
+)
 def test_long_continuation_is_computed_in_chunks(
     name: str, world: int, inference_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

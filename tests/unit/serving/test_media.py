@@ -271,6 +271,7 @@ with upload_folder(sys.argv[1]) as folder:
 """
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_server_are_removed_and_a_living_one_keeps_its_files(tmp_path: Path) -> None:
     command = [*PYTHON, "-c", SERVERS, str(tmp_path)]
     living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

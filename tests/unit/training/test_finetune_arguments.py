@@ -138,7 +138,7 @@ def test_help_begins_with_the_options_of_this_program(capsys: pytest.CaptureFixt
 
 def test_every_option_passes_the_check_before_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[argparse.ArgumentParser] = []
-    monkeypatch.setattr(arguments, "_describe", lambda parser, everything: parsers.append(parser))
+    monkeypatch.setattr(arguments, "canonical_arguments", lambda parser, argv: parsers.append(parser) or argv)
     read_options(REQUIRED)
     fields = early_check._fields  # which parses transformers' source
     monkeypatch.setattr(early_check, "_fields", functools.cache(lambda file: [*fields(file)]))

@@ -227,37 +227,34 @@ def animation(path: Path, **options: Any) -> Path:
     return path
 
 
+Make = Callable[[Path, Path], Path]
+"""Writes a file, given its path and the folder of intermediate files."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A file of the corpus.
 
     Attributes:
-        make: writes the file, given its path and the folder of intermediate files.
+        make: writes the file.
         counted: whether frames are counted, and not found by the times of packets.
-        frames: how many are shown; None: all of the scene.
-        quick: whether it is one of the quick tests.
+        frames: how many are shown; -1: it depends on the version of FFmpeg.
         upright: how the decoded images are turned.
         stream: the number of the video stream that is read.
         command: whether the ffmpeg command of any version shows the same frames.
     """
 
-    make: Callable[[Path, Path], Path]
+    make: Make
     counted: bool = False
-    frames: int | None = None
-    quick: bool = False
+    frames: int = FRAMES
     upright: Callable[[np.ndarray], np.ndarray] = field(default=lambda image: image)
     stream: int = 0
     command: bool = True
 
 
-def plain(codec: str, options: dict[str, str] | None = None, **more: Any) -> Callable[[Path, Path], Path]:
-    return lambda path, folder: encode(path, codec, options, **more)
-
-
 def base(folder: Path, suffix: str = "mp4") -> Path:
     """Return the scene as H.264 with B-frames, closed groups of pictures."""
-    path = folder / f"base.{suffix}"
-    return path if path.exists() else encode(path, "libx264", X264)
+    return once(folder, f"base.{suffix}", "libx264", X264)
 
 
 def once(folder: Path, name: str, *args: Any, **options: Any) -> Path:
@@ -265,213 +262,162 @@ def once(folder: Path, name: str, *args: Any, **options: Any) -> Path:
     return path if path.exists() else encode(path, *args, **options)
 
 
-def open_gop(folder: Path, suffix: str) -> Path:
-    return once(folder, f"open.{suffix}", "libx264", X264 | {"x264-params": "open-gop=1"})
+def of(name: str, codec: str, options: dict[str, str] | None = None, **more: Any) -> Callable[[Path], Path]:
+    """Return a function that returns an intermediate file, which it writes once."""
+    return lambda folder: once(folder, f"source_{name}", codec, options, **more)
 
 
-def _containers() -> dict[str, Case]:
-    found = {}
-    for suffix in ("mp4", "mov", "mkv", "ts", "flv", "nut"):
-        quick = suffix in ("mp4", "mkv")
-        found[f"h264.{suffix}"] = Case(plain("libx264", X264), quick=quick)
-        found[f"h264_no_b.{suffix}"] = Case(plain("libx264", X264 | {"bf": "0"}))
-        found[f"open_gop.{suffix}"] = Case(plain("libx264", X264 | {"x264-params": "open-gop=1"}))
-        found[f"uneven.{suffix}"] = Case(plain("libx264", X264, times=UNEVEN))
-    for suffix in ("mp4", "mkv", "ts"):
-        found[f"hevc.{suffix}"] = Case(plain("libx265", X265))
-        found[f"open_hevc.{suffix}"] = Case(plain("libx265", X265_OPEN))
-        found[f"mpeg4.{suffix}"] = Case(plain("mpeg4", MPEG | {"b": "2M"}), counted=False)
-        found[f"refresh.{suffix}"] = Case(
-            plain("libx264", X264 | {"bf": "0", "x264-params": f"intra-refresh=1:keyint={GROUP}"}),
-            quick=suffix == "mp4",
+def plain(codec: str, options: dict[str, str] | None = None, **more: Any) -> Make:
+    return lambda path, folder: encode(path, codec, options, **more)
+
+
+def copied(
+    change: Callable[[int, Any], Any] = lambda number, packet: packet,
+    source: Callable[[Path], Path] = base,
+    then: Callable[[Path], Path] = lambda path: path,
+    **options: str,
+) -> Make:
+    """Return what copies the packets of an intermediate file (`remux`), and changes the result by `then`."""
+    return lambda path, folder: then(remux(path, source(folder), change, options=options))
+
+
+def edits(*edits: tuple[int, int]) -> Make:
+    return copied(then=lambda path: edited(path, *edits))
+
+
+def join(*sources: Callable[[Path], Path]) -> Make:
+    return lambda path, folder: joined(path, *(source(folder) for source in sources))
+
+
+def from_packet_5(source: Callable[[Path], Path]) -> Make:
+    return lambda path, folder: from_inside(path, source(folder), 5)
+
+
+def side_by_side(*sources: Callable[[Path], Path], default: int | None) -> Make:
+    return lambda path, folder: streams(path, [source(folder) for source in sources], default)
+
+
+def files(name: str, suffixes: str, make: Make, **facts: Any) -> dict[str, Case]:
+    return {f"{name}.{suffix}": Case(make, **facts) for suffix in suffixes.split()}
+
+
+GROUPS = {"g": str(GROUP)}
+OPEN = X264 | {"x264-params": "open-gop=1"}
+REFRESH = X264 | {"bf": "0", "x264-params": f"intra-refresh=1:keyint={GROUP}"}
+COMMON, LATE = "mp4 mov mkv ts flv nut", [5000 + time for time in UNEVEN]
+PAUSES = [1000 * (i // 10) + 10 * (i % 10) for i in range(120)]
+"""Frames that are shown for a second among frames of 10 ms; the times of the packets show that they are wanted."""
+
+FRAGMENTS = "frag_keyframe+empty_moov+default_base_moof"
+OPEN_MP4, HEVC = of("open.mp4", "libx264", OPEN), of("hevc.mp4", "libx265", X265)
+BASE_TS = of("base.ts", "libx264", X264)
+LATE_TS = of("late.ts", "libx264", X264, container={"output_ts_offset": "3600"})
+MPEG2_TS, MPEG4_TS = of("mpeg2.ts", "mpeg2video", MPEG), of("mpeg4.ts", "mpeg4", MPEG)
+LARGE = of("large.mp4", "libx264", X264, size=(96, 64))
+PREVIEW = of("preview.mp4", "libx264", X264, frames=1)
+COVER = of("cover.mkv", "mjpeg", frames=1, pixels="yuvj420p", size=(96, 64))
+VP8 = of("vp8.webm", "libvpx", GROUPS)
+TWICE: dict[str, Any] = {"counted": True, "frames": 2 * FRAMES}
+SEVERAL: dict[str, Any] = {"stream": 1, "command": False}
+UPRIGHT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "hflip": lambda x: x[:, ::-1],
+    "vflip": lambda x: x[::-1],
+    "transpose": lambda x: x.transpose(1, 0, 2),
+    "transverse": lambda x: x[::-1, ::-1].transpose(1, 0, 2),
+    "quarter": lambda x: np.rot90(x, -1),
+    "half": lambda x: x[::-1, ::-1],
+}
+
+CORPUS: dict[str, Case] = {
+    **files("h264", COMMON, plain("libx264", X264)),
+    **files("h264_no_b", COMMON, plain("libx264", X264 | {"bf": "0"})),
+    **files("open_gop", COMMON, plain("libx264", OPEN)),
+    **files("uneven", COMMON, plain("libx264", X264, times=UNEVEN)),
+    **files("late", "mp4 mkv ts", plain("libx264", X264, times=LATE)),
+    **files("pauses", "mp4", plain("libx264", X264, times=PAUSES, frames=120), frames=120),
+    # Long enough for a seek without an index.
+    **files("long", "mkv ts", plain("libx264", X264, frames=200), frames=200),
+    **files("long_open_gop", "ts", plain("libx264", OPEN, frames=200), frames=200),
+    **files("hevc", "mp4 mkv ts", plain("libx265", X265)),
+    **files("open_hevc", "mp4 mkv ts", plain("libx265", X265_OPEN)),
+    **files("mpeg4", "mp4 mkv ts", plain("mpeg4", MPEG | {"b": "2M"})),
+    **files("refresh", "mp4 mkv ts", plain("libx264", REFRESH)),
+    **files("mpeg2", "mpg ts mkv", plain("mpeg2video", MPEG)),
+    **files("vp8", "webm mkv", plain("libvpx", GROUPS)),
+    **files("vp9", "webm mkv", plain("libvpx-vp9", GROUPS | {"lag-in-frames": "8"})),
+    **files("vp9", "mp4", plain("libvpx-vp9", GROUPS)),
+    **files("av1", "mp4 webm", plain("libsvtav1", GROUPS | {"preset": "12"})),
+    **files("mjpeg", "avi mov mkv", plain("mjpeg", pixels="yuvj420p")),
+    "ffv1.mkv": Case(plain("ffv1")),
+    "prores.mov": Case(plain("prores_ks", pixels="yuv422p10le")),
+    "flv1.flv": Case(plain("flv")),
+    "wmv2.wmv": Case(plain("wmv2")),
+    "h263.3gp": Case(plain("h263", size=(176, 144))),
+    "mpeg2.mxf": Case(plain("mpeg2video", MPEG, pixels="yuv422p")),
+    "gif.gif": Case(plain("gif", pixels="rgb8")),
+    "apng.apng": Case(plain("apng", pixels="rgb24", format="apng")),
+    "animation.webp": Case(lambda path, _: animation(path, lossless=True), counted=True, command=False),
+    "raw.y4m": Case(plain("wrapped_avframe", format="yuv4mpegpipe")),
+    # Without presentation times, or with those of decoding.
+    "h264.avi": Case(plain("libx264", X264), counted=True),
+    "mpeg4.avi": Case(plain("mpeg4", MPEG), counted=True),
+    "mpeg2.avi": Case(plain("mpeg2video", MPEG), counted=True),
+    "raw.h264": Case(plain("libx264", X264), counted=True),
+    "raw.hevc": Case(plain("libx265", X265), counted=True),
+    "raw.m4v": Case(plain("mpeg4", MPEG), counted=True),
+    "h264.mpg": Case(plain("libx264", X264, format="mpeg"), counted=True),
+    **files("copied", "mp4 mkv flv ts", copied(in_decoding_order), counted=True),
+    "copied_mpeg4.mp4": Case(copied(in_decoding_order, of("mpeg4.mp4", "mpeg4", MPEG)), counted=True),
+    "no_ctts.mp4": Case(copied(then=lambda path: patched(path, b"ctts", 4, b"free")), counted=True, frames=34),
+    # Edit lists.
+    **files("cut", "mp4 mov", copied(cut(17, 12)), frames=19),
+    **files("cut_open", "mp4 mov", copied(cut(17, 12), OPEN_MP4), frames=19),
+    **files("cut_hevc", "mp4 mov", copied(cut(17, 12), HEVC), frames=19),
+    "cut_fragments.mp4": Case(copied(cut(17, 12), movflags=FRAGMENTS), frames=24),  # without an edit list
+    "trimmed.mp4": Case(edits((800, 0)), frames=20),
+    "middle.mp4": Case(edits((400, 15)), frames=10),
+    "backward.mp4": Case(edits((400, 15), (400, 0)), counted=True, frames=20),
+    "repeated.mp4": Case(edits((800, 0), (800, 0)), counted=True, frames=40),
+    "gap.mp4": Case(edits((400, 0), (400, 20)), counted=True, frames=20),
+    "delayed.mp4": Case(edits((500, -1), (1440, 0))),
+    # Headers that are wrong or incomplete.
+    "half.mp4": Case(copied(then=lambda path: patched(path, b"mdhd", 24, struct.pack(">I", 512 * FRAMES // 2)))),
+    "no_stss.mp4": Case(
+        copied(
+            source=of("mpeg4_no_b.mp4", "mpeg4", {"g": "12", "b": "2M"}),
+            then=lambda path: patched(path, b"stss", 4, b"free"),
         )
-    for suffix in ("mpg", "ts", "mkv"):
-        found[f"mpeg2.{suffix}"] = Case(plain("mpeg2video", MPEG))
-    for suffix in ("webm", "mkv"):
-        found[f"vp8.{suffix}"] = Case(plain("libvpx", {"g": str(GROUP)}))
-        found[f"vp9.{suffix}"] = Case(plain("libvpx-vp9", {"g": str(GROUP), "lag-in-frames": "8"}))
-    found["vp9.mp4"] = Case(plain("libvpx-vp9", {"g": str(GROUP)}))
-    found["av1.mp4"] = Case(plain("libsvtav1", {"preset": "12", "g": str(GROUP)}))
-    found["av1.webm"] = Case(plain("libsvtav1", {"preset": "12", "g": str(GROUP)}))
-    for suffix in ("avi", "mov", "mkv"):
-        found[f"mjpeg.{suffix}"] = Case(plain("mjpeg", pixels="yuvj420p"))
-    found["ffv1.mkv"] = Case(plain("ffv1"))
-    found["prores.mov"] = Case(plain("prores_ks", pixels="yuv422p10le"))
-    found["flv1.flv"] = Case(plain("flv"))
-    found["wmv2.wmv"] = Case(plain("wmv2"))
-    found["h263.3gp"] = Case(plain("h263", size=(176, 144)))
-    found["mpeg2.mxf"] = Case(plain("mpeg2video", MPEG, pixels="yuv422p"))
-    found["gif.gif"] = Case(plain("gif", pixels="rgb8"))
-    found["apng.apng"] = Case(plain("apng", pixels="rgb24", format="apng"))
-    found["animation.webp"] = Case(
-        lambda path, folder: animation(path, lossless=True), counted=True, quick=True, command=False
-    )
-    found["raw.y4m"] = Case(plain("wrapped_avframe", format="yuv4mpegpipe"))
-    return found
+    ),
+    "hybrid.mp4": Case(copied(movflags="frag_keyframe")),
+    "fragments.mp4": Case(copied(movflags=FRAGMENTS)),
+    # Recordings that were joined, or begin inside a group of pictures.
+    "joined_h264.ts": Case(join(BASE_TS, BASE_TS), **TWICE),
+    "joined_open.ts": Case(join(*2 * [of("open.ts", "libx264", OPEN)]), **TWICE),
+    "joined_mpeg2.ts": Case(join(MPEG2_TS, MPEG2_TS), **TWICE),
+    "joined_mpeg2.mpg": Case(join(*2 * [of("mpeg2.mpg", "mpeg2video", MPEG)]), **TWICE),
+    "joined_raw.h264": Case(join(*2 * [of("raw.h264", "libx264", X264)]), **TWICE),
+    "joined_earlier.ts": Case(join(LATE_TS, BASE_TS), **TWICE),
+    "joined_later.ts": Case(join(BASE_TS, LATE_TS), **TWICE),
+    "inside_h264.ts": Case(from_packet_5(BASE_TS), counted=True, frames=-1),
+    "inside_mpeg2.ts": Case(from_packet_5(MPEG2_TS), counted=True, frames=-1),
+    "inside_mpeg4.ts": Case(from_packet_5(MPEG4_TS), counted=True, frames=-1),
+    # Several streams, hidden frames, and display matrices.
+    "default_is_second.mkv": Case(side_by_side(LARGE, base, default=1), **SEVERAL),
+    "default_is_first.mkv": Case(side_by_side(base, LARGE, default=0), command=False),
+    "no_default.mkv": Case(side_by_side(base, LARGE, default=None), **SEVERAL),
+    "preview.mp4": Case(side_by_side(PREVIEW, base, default=0), **SEVERAL),
+    "cover.mp4": Case(lambda path, folder: with_cover(path, base(folder), COVER(folder)), **SEVERAL),
+    "animation.avif": Case(lambda path, _: animation(path), **SEVERAL),
+    "hidden.webm": Case(lambda path, folder: hidden_vp8(path, VP8(folder)), counted=True, frames=FRAMES - 7),
+    **{
+        f"{name}.mp4": Case(copied(then=lambda path, matrix=matrix: turned(path, matrix)), upright=UPRIGHT[name])
+        for name, matrix in MIRRORS.items()
+    },
+}
 
-
-def _without_times() -> dict[str, Case]:
-    found = {"h264.avi": Case(plain("libx264", X264), counted=True, quick=True)}
-    found["mpeg4.avi"] = Case(plain("mpeg4", MPEG), counted=True)
-    found["mpeg2.avi"] = Case(plain("mpeg2video", MPEG), counted=True)
-    found["raw.h264"] = Case(plain("libx264", X264), counted=True, quick=True)
-    found["raw.hevc"] = Case(plain("libx265", X265), counted=True)
-    found["raw.m4v"] = Case(plain("mpeg4", MPEG), counted=True)
-    found["h264.mpg"] = Case(plain("libx264", X264, format="mpeg"), counted=True)
-    for suffix in ("mp4", "mkv", "flv", "ts"):
-        found[f"copied.{suffix}"] = Case(
-            lambda path, folder: remux(path, base(folder), in_decoding_order), counted=True, quick=suffix == "mp4"
-        )
-    found["copied_mpeg4.mp4"] = Case(
-        lambda path, folder: remux(path, once(folder, "mpeg4.mp4", "mpeg4", MPEG), in_decoding_order), counted=True
-    )
-    found["no_ctts.mp4"] = Case(
-        lambda path, folder: patched(remux(path, base(folder)), b"ctts", 4, b"free"), counted=True, frames=34
-    )
-    return found
-
-
-def _edit_lists() -> dict[str, Case]:
-    found = {}
-    for suffix in ("mp4", "mov"):
-        found[f"cut.{suffix}"] = Case(
-            lambda path, folder: remux(path, base(folder), cut(17, 12)), frames=19, quick=suffix == "mp4"
-        )
-        found[f"cut_open.{suffix}"] = Case(
-            lambda path, folder: remux(path, open_gop(folder, "mp4"), cut(17, 12)), frames=19
-        )
-        found[f"cut_hevc.{suffix}"] = Case(
-            lambda path, folder: remux(path, once(folder, "hevc.mp4", "libx265", X265), cut(17, 12)), frames=19
-        )
-    found["cut_fragments.mp4"] = Case(
-        lambda path, folder: remux(
-            path, base(folder), cut(17, 12), options={"movflags": "frag_keyframe+empty_moov+default_base_moof"}
-        ),
-        frames=24,  # without an edit list
-    )
-    found["trimmed.mp4"] = Case(lambda path, folder: edited(remux(path, base(folder)), (800, 0)), frames=20)
-    found["middle.mp4"] = Case(lambda path, folder: edited(remux(path, base(folder)), (400, 15)), frames=10)
-    for name, edits, frames in (
-        ("backward", ((400, 15), (400, 0)), 20),
-        ("repeated", ((800, 0), (800, 0)), 40),
-        ("gap", ((400, 0), (400, 20)), 20),
-    ):
-        found[f"{name}.mp4"] = Case(
-            lambda path, folder, edits=edits: edited(remux(path, base(folder)), *edits),
-            counted=True,
-            frames=frames,
-            quick=name == "backward",
-        )
-    found["delayed.mp4"] = Case(lambda path, folder: edited(remux(path, base(folder)), (500, -1), (1440, 0)))
-    return found
-
-
-def _headers() -> dict[str, Case]:
-    half = struct.pack(">I", 512 * FRAMES // 2)
-    found = {"half.mp4": Case(lambda path, folder: patched(remux(path, base(folder)), b"mdhd", 24, half), quick=True)}
-    found["no_stss.mp4"] = Case(
-        lambda path, folder: patched(
-            remux(path, once(folder, "mpeg4_no_b.mp4", "mpeg4", {"g": "12", "b": "2M"})), b"stss", 4, b"free"
-        )
-    )
-    for name, flags in (("hybrid", "frag_keyframe"), ("fragments", "frag_keyframe+empty_moov+default_base_moof")):
-        found[f"{name}.mp4"] = Case(
-            lambda path, folder, flags=flags: remux(path, base(folder), options={"movflags": flags})
-        )
-    return found
-
-
-def _joined() -> dict[str, Case]:
-    twice = 2 * FRAMES
-    found = {}
-    for name, source, quick in (
-        ("h264.ts", base, True),
-        ("open.ts", open_gop, False),
-        ("mpeg2.ts", lambda folder, _: once(folder, "mpeg2.ts", "mpeg2video", MPEG), False),
-        ("mpeg2.mpg", lambda folder, _: once(folder, "mpeg2.mpg", "mpeg2video", MPEG), False),
-        ("raw.h264", lambda folder, _: once(folder, "raw.h264", "libx264", X264), False),
-    ):
-        found[f"joined_{name}"] = Case(
-            lambda path, folder, source=source: joined(path, *2 * [source(folder, path.suffix[1:])]),
-            counted=True,
-            frames=twice,
-            quick=quick,
-        )
-
-    def other_clock(path: Path, folder: Path, late_first: bool) -> Path:
-        late = once(folder, "late.ts", "libx264", X264, container={"output_ts_offset": "3600"})
-        return joined(path, *([late, base(folder, "ts")] if late_first else [base(folder, "ts"), late]))
-
-    found["joined_earlier.ts"] = Case(lambda path, folder: other_clock(path, folder, True), counted=True, frames=twice)
-    found["joined_later.ts"] = Case(lambda path, folder: other_clock(path, folder, False), counted=True, frames=twice)
-    for name, codec, options in (("h264", "libx264", X264), ("mpeg2", "mpeg2video", MPEG), ("mpeg4", "mpeg4", MPEG)):
-        found[f"inside_{name}.ts"] = Case(
-            lambda path, folder, name=name, codec=codec, options=options: from_inside(
-                path, once(folder, f"{name}_whole.ts", codec, options), 5
-            ),
-            counted=True,
-            frames=-1,
-            quick=name == "h264",
-        )
-    return found
-
-
-def _streams() -> dict[str, Case]:
-    def large(folder: Path) -> Path:
-        return once(folder, "large.mp4", "libx264", X264, size=(96, 64))
-
-    still = {"frames": 1}
-    found = {
-        "default_is_second.mkv": Case(
-            lambda path, folder: streams(path, [large(folder), base(folder)], default=1),
-            stream=1,
-            quick=True,
-            command=False,
-        ),
-        "default_is_first.mkv": Case(
-            lambda path, folder: streams(path, [base(folder), large(folder)], default=0), command=False
-        ),
-        "no_default.mkv": Case(
-            lambda path, folder: streams(path, [base(folder), large(folder)], default=None), stream=1, command=False
-        ),
-        "preview.mp4": Case(
-            lambda path, folder: streams(
-                path, [once(folder, "preview.mp4", "libx264", X264, **still), base(folder)], default=0
-            ),
-            stream=1,
-            command=False,
-        ),
-        "cover.mp4": Case(
-            lambda path, folder: with_cover(
-                path, base(folder), once(folder, "cover.mkv", "mjpeg", frames=1, pixels="yuvj420p", size=(96, 64))
-            ),
-            stream=1,
-            quick=True,
-            command=False,
-        ),
-        "animation.avif": Case(lambda path, folder: animation(path), stream=1, command=False),
-        "hidden.webm": Case(
-            lambda path, folder: hidden_vp8(path, once(folder, "vp8.webm", "libvpx", {"g": "12"})),
-            counted=True,
-            frames=FRAMES - 7,
-            quick=True,
-        ),
-    }
-    transforms: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "hflip": lambda x: x[:, ::-1],
-        "vflip": lambda x: x[::-1],
-        "transpose": lambda x: x.transpose(1, 0, 2),
-        "transverse": lambda x: x[::-1, ::-1].transpose(1, 0, 2),
-        "quarter": lambda x: np.rot90(x, -1),
-        "half": lambda x: x[::-1, ::-1],
-    }
-    for name, matrix in MIRRORS.items():
-        found[f"{name}.mp4"] = Case(
-            lambda path, folder, matrix=matrix: turned(remux(path, base(folder)), matrix),
-            upright=transforms[name],
-            quick=name in ("hflip", "transverse"),
-        )
-    return found
-
-
-CORPUS = _containers() | _without_times() | _edit_lists() | _headers() | _joined() | _streams()
+QUICK = (
+    *("h264.mp4", "h264.mkv", "late.mkv", "pauses.mp4", "long_open_gop.ts", "mpeg4.mp4", "refresh.mp4"),
+    *("animation.webp", "h264.avi", "raw.h264", "copied.mp4", "cut.mp4", "backward.mp4", "half.mp4", "joined_h264.ts"),
+    *("inside_h264.ts", "default_is_second.mkv", "cover.mp4", "hidden.webm", "hflip.mp4", "transverse.mp4"),
+)
+"""The files of the quick tests."""

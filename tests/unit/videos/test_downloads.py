@@ -87,8 +87,12 @@ def test_video_of_a_url_is_downloaded_once(tmp_path: Path, url: str, requests: l
         ("URL/short.mp4", r"/short.mp4: .*cannot be downloaded \(it ended 9 bytes early\)"),
         ("http://127.0.0.1:9/a.mp4", "cannot be downloaded .*; without a network, download it elsewhere"),
         ("s3://bucket/a.mp4", "s3://bucket/a.mp4: s3 URLs cannot be read; give a path, or an http"),
-        *[(name, "not a valid URL") for name in ("http://[x", "file://[x")],
-        *[(name, "not a data URL") for name in ("data:", "data:,", "data:;base64,?", "data:;base64,a")],
+        *[(name, "not a valid URL .*; expected http") for name in ("http://[x", "https://[x")],
+        ("file://[x", "not a valid URL .*; expected file"),
+        *[
+            (name, "not a valid URL .*; expected data:image/png;base64,")
+            for name in ("data:", "data:,", "data:;base64,?", "data:;base64,a")
+        ],
     ],
 )
 def test_url_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path, url: str, name: str, message: str) -> None:
