@@ -105,12 +105,8 @@ class _Tie(torch.autograd.Function):
 
 
 def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) -> None:
-    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2.
-
-    Args:
-        model: the model.
-        tensor_parallel: whether tensor parallelism is allowed.
-    """
+    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2, or, if that is allowed, tensor
+    parallelism."""
     _refuse_fsdp1(model)
     if zero3 := next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None):
         raise ConfigError(
@@ -142,7 +138,7 @@ def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) ->
 
 def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
     """Return the id of the module and the name there of each parameter that FSDP2 shards and nothing else does."""
-    found = set[tuple[int, str]]()
+    names = set[tuple[int, str]]()
     for unit in units:
         state: Any = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -150,9 +146,9 @@ def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
             for param in [] if group is None else group.fsdp_params:
                 if not param.is_dtensor:  # before FSDP2 sharded it
                     info = param._module_info
-                    found.add((id(info.module), info.param_name))
-                    found.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-    return found
+                    names.add((id(info.module), info.param_name))
+                    names.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    return names
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

@@ -85,8 +85,7 @@ def measure_shape(
             kernel, _ = choose_kernel(name, q, k, intervals)
             forward = partial(kernel.forward, q, k, v, scale=dim**-0.5, intervals=intervals)
             o, lse = forward()
-            rows_of_block = FinalRows(q, o, lse, do)
-            backward = partial(kernel.backward, rows_of_block, k, v, scale=dim**-0.5, intervals=intervals)
+            backward = partial(kernel.backward, FinalRows(q, o, lse, do), k, v, scale=dim**-0.5, intervals=intervals)
             problem = difference((o, *backward()), expected)
             row |= {"problem": problem, "wrong": True} if problem else {}
             runs[name] = {"forward": forward, "backward": backward}
