@@ -65,15 +65,19 @@ def require_shape(name: str, shape: abc.Sequence[int] | None, note: str = "", **
     The message states the sizes, and the names of dimensions of any size: "x has shape (3, 4); expected (frames, 2)".
     `note` ends it.
     """
-    sizes = dims.values()
-    if (
-        shape is None
-        or len(shape) != len(sizes)
-        or any(size not in (None, x) for size, x in zip(sizes, shape, strict=True))
-    ):
+    fits = shape is not None and len(shape) == len(dims)
+    if not fits or any(size not in (None, x) for size, x in zip(dims.values(), shape or (), strict=True)):
         expected = ", ".join(dim.replace("_", " ") if size is None else str(size) for dim, size in dims.items())
         found = "is missing" if shape is None else f"has shape {tuple(shape)}"
         raise ShapeError(f"{name} {found}; expected ({expected}){note}")
+
+
+def require_one_of(
+    name: str, value: object, allowed: abc.Iterable[object], note: str = "", kind: type[SeqParError] = ConfigError
+) -> None:
+    """Raise an error of class `kind` unless an option has an allowed value; `note` ends the message."""
+    if value not in (allowed := list(allowed)):
+        raise kind(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}{note}")
 
 
 PASSED = (SeqParError, MemoryError)

@@ -39,11 +39,12 @@ from mllm_seqpar.adapting import (
     require_shape,
     take_spans,
 )
-from mllm_seqpar.models.moss_vl.layout import MossVLLayout, count_positions, frame_grids, real_tokens
+from mllm_seqpar.models.moss_vl.layout import MossVLLayout, frame_grids
 from mllm_seqpar.models.moss_vl.modeling import (
     MASK,
     after_text,
     check_appended,
+    later_positions,
     media_of_samples,
     next_positions,
 )
@@ -172,17 +173,15 @@ class MossVLInputs(ForwardInputs):
             return self.position_ids.expand(shape)
         if not self.past_length or self.total_frames:
             return copy_to_device(self.layout.positions[:, :, -self.length :], device)
-        mask = self.attention_mask
-        begin = next_positions(self.cache_state, mask, self.past_length, self.batch, device)
-        real = real_tokens(mask, self.batch, self.past_length, self.past_length + self.length, device)
-        return count_positions(begin, real).expand(shape)
+        sizes = self.past_length, self.length, self.batch
+        return later_positions(self.cache_state, self.attention_mask, *sizes, device).expand(shape)
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further what `layout` is made from, in a pass that makes it."""
-        found = super().read_by_host()
+        tensors = super().read_by_host()
         if self.position_ids is not None and not (self.past_length and self.frames is None):
-            found["position_ids"] = self.position_ids
-        return found
+            tensors["position_ids"] = self.position_ids
+        return tensors
 
 
 class MossVLFamily(LayoutFamily):

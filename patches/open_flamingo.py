@@ -115,8 +115,8 @@ class MediaInputs(ForwardInputs):
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further the tokens, whose media tokens say whether new media follow those of a cache."""
-        found = super().read_by_host()
-        return found | ({} if self.input_ids is None or self.frames is None else {"input_ids": self.input_ids})
+        tensors = super().read_by_host()
+        return tensors | ({} if self.input_ids is None or self.frames is None else {"input_ids": self.input_ids})
 
     @classmethod
     def of(
@@ -321,12 +321,12 @@ class OpenFlamingoFamily(Family[MediaInputs]):
 
     def _only_immediate(self) -> bool:
         """Return `only_attend_immediate_media`, which is read in every pass, as in the unpatched model."""
-        found = {bool(attention.only_attend_immediate_media) for _, attention in cross_attentions(self.model)}
-        if len(found) != 1:
+        values = {bool(attention.only_attend_immediate_media) for _, attention in cross_attentions(self.model)}
+        if len(values) != 1:
             raise AdapterError(
                 "only_attend_immediate_media differs between the layers of this Flamingo; set it to one value in all"
             )
-        return found.pop()
+        return values.pop()
 
 
 def _condition_layers(language_model: Any, vision_x: Any) -> None:
@@ -457,18 +457,15 @@ def _in_cache(language_model: Any, media: Media | None, cache: Cache | None, inp
     state.crop_to(past)
     if media.fingerprint in state.frame_fingerprints and not torch.is_grad_enabled():
         return True
-    if torch.is_grad_enabled() or not _follows(media, state, (input_ids == language_model.media_token_id).sum(1), past):
+    follows = not torch.is_grad_enabled() and state.frame_facts is not None and state.frames is not None
+    if follows:
+        before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
+        follows = bool((_media_tokens_before(state, past, len(input_ids)) == before).all())
+        media_tokens = (input_ids == language_model.media_token_id).sum(1)
+        follows = follows and bool((media_tokens == media.total // media.samples).all())
+    if not follows:
         state.drop_frames()
     return False
-
-
-def _follows(media: Media, state: SequenceParallelCacheState, media_tokens: Tensor, past: int) -> bool:
-    """Return whether each medium, of those of the cache and of `media`, has a media token in each row of the text."""
-    if state.frame_facts is None or state.frames is None:
-        return False
-    before = sum(earlier.units_of_sample() for earlier in (*state.earlier, state))
-    known = _media_tokens_before(state, past, media_tokens.shape[0])
-    return bool((known == before).all()) and bool((media_tokens == media.total // media.samples).all())
 
 
 def _media_tokens_before(state: SequenceParallelCacheState, past: int, batch: int) -> Tensor:

@@ -10,19 +10,22 @@ Shapes as everywhere: q (B, H, S, D) with S rows of all ranks, k and v (B or 1, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
-from mllm_seqpar.attention import lv_xattn, mesh_attention, ring_attention, ulysses_attention
+from mllm_seqpar.attention import call_spec, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import AccumulateDtype, accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, as_communicator
+from mllm_seqpar.kernels import BlockKernel, FinalRows
 from mllm_seqpar.kernels.rectangles import rectangles_of
 from mllm_seqpar.masks import BlockMasks, FrameMask, Intervals
 from mllm_seqpar.masks.block_masks import text_masks
@@ -267,6 +270,34 @@ def computed_entries(q: Tensor, k: Tensor, intervals: Intervals | None) -> int:
         items = q.shape[0] if rectangle.batch == slice(None) else 1
         entries += items * (rows * (rows + 1) // 2 if rectangle.kind == "causal" else rows * keys)
     return entries
+
+
+class _CountedKernel:
+    """A block kernel that passes the score entries that a call computes, and its direction, to `add`."""
+
+    call_entries = 0  # otherwise small calls with many holes are one
+
+    def __init__(self, kernel: BlockKernel, add: Callable[[int, str], None]) -> None:
+        self._kernel, self._add = kernel, add
+
+    def forward(self, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+        self._add(computed_entries(q, k, options["intervals"]), "forward")
+        return self._kernel.forward(q, k, *args, **options)
+
+    def backward(self, rows: FinalRows, k: Tensor, *args: Any, **options: Any) -> Any:
+        self._add(computed_entries(rows.q, k, options["intervals"]), "backward")
+        return self._kernel.backward(rows, k, *args, **options)
+
+
+def count_entries(monkeypatch: pytest.MonkeyPatch, add: Callable[[int, str], None]) -> None:
+    """Pass the score entries of every block that is computed on the CPU, and the direction, to `add`."""
+    choose = call_spec.choose_kernel
+
+    def counted(*args: Any) -> tuple[Any, str]:
+        kernel, reason = choose(*args)
+        return _CountedKernel(kernel, add), reason
+
+    monkeypatch.setattr(call_spec, "choose_kernel", counted)
 
 
 def over_gloo(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:

@@ -72,31 +72,22 @@ def make_idefics(folder: Path, *, resampler: bool = False) -> None:
     IdeficsProcessor(IdeficsImageProcessorPil(image_size=16), tokenizer).save_pretrained(folder)
 
 
-def make_mllama(folder: Path) -> None:
-    """Write the tiny model and its processor; images of up to 3 tiles of 5 patches."""
-    marks = ("<|image|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
-    tokenizer = character_tokenizer(*marks, bos="<|begin_of_text|>", eos="<|eot_id|>")
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = tiny_mllama(vocab_size=VOCABULARY, max_position_embeddings=2048, **ids)
-    model.config.image_token_index = tokenizer.convert_tokens_to_ids("<|image|>")
-    model.save_pretrained(folder)
-    images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=TILES)
-    MllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
-
-
-def make_video_mllama(folder: Path) -> None:
-    """Write the tiny model and its processor; a frame of 56 x 56 has 5 visual tokens."""
+def make_mllama(folder: Path, *, video: bool = False) -> None:
+    """Write the tiny model and its processor: images of up to 3 tiles of 5 patches, or frames of 5 visual tokens."""
     from mllm_seqpar.models.video_mllama import VideoMllamaProcessor
 
-    marks = ("<|image|>", "<|video|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
+    media = ("<|image|>", "<|video|>")[: 1 + video]
+    marks = (*media, "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
     tokenizer = character_tokenizer(*marks, bos="<|begin_of_text|>", eos="<|eot_id|>")
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = tiny_video_mllama(vocab_size=VOCABULARY, max_position_embeddings=2048, **ids)
-    model.config.image_token_index = tokenizer.convert_tokens_to_ids("<|image|>")
-    model.config.video_token_index = tokenizer.convert_tokens_to_ids("<|video|>")
+    tiny, side, tiles = (tiny_video_mllama, 56, 1) if video else (tiny_mllama, 28, TILES)
+    model = tiny(vocab_size=VOCABULARY, max_position_embeddings=2048, **ids)
+    for mark, name in zip(media, ("image_token_index", "video_token_index"), strict=False):
+        setattr(model.config, name, tokenizer.convert_tokens_to_ids(mark))
     model.save_pretrained(folder)
-    images = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=1)
-    VideoMllamaProcessor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
+    images = MllamaImageProcessorPil(size={"height": side, "width": side}, max_image_tiles=tiles)
+    processor = VideoMllamaProcessor if video else MllamaProcessor
+    processor(images, tokenizer, chat_template=LLAMA_TEMPLATE).save_pretrained(folder)
 
 
 def make_open_flamingo(folder: Path, kind: str = "llama") -> None:
@@ -196,7 +187,8 @@ def take_samples_without_images(processor: Any) -> None:
     processor.image_processor = transformers.MllamaImageProcessorPil(**processor.image_processor.to_dict())
 
 
-MAKERS = {"idefics": make_idefics, "mllama": make_mllama, "moss_vl": make_moss_vl, "video_mllama": make_video_mllama}
+MAKERS = {"idefics": make_idefics, "mllama": make_mllama, "moss_vl": make_moss_vl}
+MAKERS["video_mllama"] = partial(make_mllama, video=True)
 if is_torchvision_available():  # without it, transformers loads no processor of videos
     MAKERS |= {name: partial(make_qwen, family=name) for name in ("qwen2_5_vl", "qwen3_vl")}
 if importlib.util.find_spec("open_flamingo"):  # scripts/test.sh installs it, without its dependencies

@@ -35,11 +35,11 @@ from torch.nn import functional as F
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.fsdp_units import call_within, fsdp_units_among
-from mllm_seqpar.kernels import KernelOption
-from mllm_seqpar.kernels.base import fold_batch, merge, merge_, unfold_batch
+from mllm_seqpar.kernels import FinalRows, KernelOption
+from mllm_seqpar.kernels.base import merge, merge_
 
 from .call_spec import Placement
-from .executor import BlockMath, FinalRows, distributed_backward, distributed_forward
+from .executor import BlockMath, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import Keys, WholeKeys
 from .streamed import StreamedKeys, streamed_backward, streamed_forward
@@ -113,22 +113,16 @@ def _forward(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
-    batch, total = q.shape[0], None
+    total = None
     for keys, own_inputs in key_sets:
         rows, spec, layout, group = q, keys.spec, keys.row_layout, comm
         if layout is not None:
             rows, group = layout.shard_rows(q), layout.across
-        whole = keys.keys_values(own_inputs) if isinstance(keys, WholeKeys) else None
-        shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
-        if shared:  # the items of the batch are rows of one item from here on
-            rows, spec = fold_batch(rows), spec.folded
-        if whole is None:
+        if isinstance(keys, WholeKeys):
+            o, lse = distributed_forward(group, spec, block_math, rows, *keys.keys_values(own_inputs))
+        else:
             assert isinstance(keys, StreamedKeys)
             o, lse = streamed_forward(group, spec, block_math, rows, keys.chunks(own_inputs))
-        else:
-            o, lse = distributed_forward(group, spec, block_math, rows, *whole)
-        if shared:
-            o, lse = unfold_batch(o, batch), unfold_batch(lse, batch)
         if layout is not None:
             o, lse = layout.gather_rows(o.to(spec.direct_result_dtype(q.dtype)), lse)
             o = o.to(spec.accumulate_dtype)
@@ -154,25 +148,20 @@ def _backward(
         rows: contiguous, with their final o and lse.
         saved, needed: see `WholeKeys.vjp`.
     """
-    batch, spec, layout = rows.q.shape[0], keys.spec, keys.row_layout
+    spec, layout, dtype = keys.spec, keys.row_layout, rows.q.dtype
     if layout is not None:
         rows, comm = layout.shard_final(rows), layout.across
-    whole = keys.vjp(saved, needed) if isinstance(keys, WholeKeys) else None
-    shared = batch > 1 and (whole is None or whole[0].shape[0] == 1)
-    if shared:
-        rows, spec = rows.folded(), spec.folded
-    if whole is None:
+    if isinstance(keys, WholeKeys):
+        k, v, input_grads = keys.vjp(saved, needed)
+        dq, dk, dv = distributed_backward(comm, spec, block_math, rows, k, v)
+        del k, v  # their memory is free for the gradients of the inputs
+        grads = input_grads(dk, dv)
+    else:
         assert isinstance(keys, StreamedKeys)
         chunks, sums = keys.chunk_vjps(saved, needed)
         dq, grads = streamed_backward(comm, spec, block_math, rows, chunks), sums()
-    else:
-        k, v, input_grads = whole
-        dq, dk, dv = distributed_backward(comm, spec, block_math, rows, k, v)
-        del whole, k, v
-        grads = input_grads(dk, dv)
-    dq = unfold_batch(dq, batch) if shared else dq
     if layout is not None:
-        dq = layout.gather_dq(dq.to(spec.direct_result_dtype(rows.q.dtype))).to(spec.accumulate_dtype)
+        dq = layout.gather_dq(dq.to(spec.direct_result_dtype(dtype))).to(spec.accumulate_dtype)
     return dq, grads
 
 

@@ -229,12 +229,8 @@ def call_spec_for(
 ) -> CallSpec:
     """Return the call spec of a strategy, which `parallel_spec` resolves.
 
-    Args:
-        spec: the strategy, with its mesh shape and head-sharding degree.
-        masks: the mask of every block.
-        problem: as `problem_of` returns it; it also says in how many bytes results are sent.
-        accumulate_dtype, overlap: see `CallSpec`.
-        overlap_ratios: forward and backward, for the order of a mesh's steps; None: by the bytes of its transfers.
+    `problem` is that of `problem_of`; it also says in how many bytes results are sent. `overlap_ratios` are those of
+    forward and backward; None: by the bytes of the transfers.
     """
     shape = spec.mesh_shape
     if overlap_ratios is None and 1 not in shape:
@@ -268,45 +264,32 @@ class MaskLayer(NamedTuple):
         first, stop = (0, length) if self.keys is None else (self.keys.start, self.keys.stop)
         if stop - first <= most:
             return (self,)
-        found, step = list[MaskLayer](), -(-(stop - first) // -(-(stop - first) // most))
+        layers, step = list[MaskLayer](), -(-(stop - first) // -(-(stop - first) // most))
         for start in range(first, stop, step):
             keys = slice(start, min(start + step, stop))
             if self.intervals is None:
-                found.append(self._replace(keys=keys))
+                layers.append(self._replace(keys=keys))
                 continue
             mask = block_mask([self.intervals.part(keys=(keys.start - first, keys.stop - first))])
             for part in with_kernels(mask, q, k, kernel, self.rows):
                 own = slice(0, keys.stop - start) if part.keys is None else part.keys
-                found.append(part._replace(rows=part.rows or self.rows, keys=_shifted(own, start)))
-        return found
-
-
-CALL_ENTRIES = 4096
-"""On a CPU, a call for a rectangle of a mask costs as much as this many entries.
-
-A table whose layers would take many small calls is computed at once, with its invisible entries: a random one of 256
-rows and 32 frames of 64 keys takes 20 ms instead of 177. One of every third frame, the same for all rows, takes 35 ms
-by layers instead of 58.
-"""
+                layers.append(part._replace(rows=part.rows or self.rows, keys=_shifted(own, start)))
+        return layers
 
 
 def with_kernels(
     mask: BlockMask, q: Tensor, k: Tensor, kernel: KernelOption, rows: slice | None = None
 ) -> tuple[MaskLayer, ...]:
-    """Return the layers of a mask with their kernels, for blocks with the dtype, device and head dim of q and k.
+    """Return the layers of the mask of a block, or of some of its rows, with their kernels.
 
-    Args:
-        mask: of a block, or of some of its rows.
-        q, k: tensors like those of the blocks.
-        kernel: as `choose_kernel` takes it.
-        rows: the query rows that the mask is for; None: all.
+    They are for blocks with the dtype, device and head dim of q and k.
     """
     if mask is None:
         return (MaskLayer(choose_kernel(kernel, q, k)[0], rows=rows),)
-    if len(mask) > 2 and choose_kernel(kernel, q, k, mask[0])[0].name == "torch_cpu":
+    if len(mask) > 2 and (entries := choose_kernel(kernel, q, k, mask[0])[0].call_entries):
         joined = Intervals.joined(mask)
         calls = sum(layer.runs_of_rows for layer in mask)
-        if joined.low.numel() * joined.keys < joined.visible + CALL_ENTRIES * calls:
+        if joined.low.numel() * joined.keys < joined.visible + entries * calls:
             mask = (joined,)
     layers, first = list[MaskLayer](), 0 if rows is None else rows.start
     for layer in mask:

@@ -5,22 +5,21 @@ and adds the results that it received. Receive buffers belong to the communicato
 a call never alias them: received shards are only read, and received results are added to this rank's. A block is
 computed one layer of its mask at a time.
 
-Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32. The items of a batch that share
-their keys are rows of one item here (`attend`).
+Shapes: q, o, do (B, H, S, D); k, v (B, G, T, D), G dividing H; lse (B, H, S) float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.kernels import KernelOption
-from mllm_seqpar.kernels.base import delta_of, fold_batch, merge_
+from mllm_seqpar.kernels import FinalRows, KernelOption
+from mllm_seqpar.kernels.base import fold_batch, merge_, unfold_batch
 from mllm_seqpar.schedules import AttentionBlock, Axis, Schedule, Step, Transfer
 
 from .call_spec import CallSpec, MaskLayer
@@ -29,32 +28,6 @@ ALL = slice(None)
 
 RowIndex = slice | Tensor
 """Rows of a tensor: a range, or distinct indices in ascending order."""
-
-
-class FinalRows(NamedTuple):
-    """What backward needs of some query rows: q, do, and o and lse merged over all keys.
-
-    The gradients depend on o only through delta = rowsum(do * o), (B, H, S) in float32, which is sent instead of it.
-    """
-
-    q: Tensor
-    o: Tensor | None
-    lse: Tensor
-    do: Tensor
-    delta: Tensor | None = None
-
-    def with_delta(self) -> FinalRows:
-        return self._replace(delta=delta_of(self.do, self.o, self.delta))
-
-    def part(self, rows: slice) -> FinalRows:
-        q, o, lse, do, delta = self
-        at = ALL, ALL, rows
-        return FinalRows(q[at], None if o is None else o[at], lse[at], do[at], None if delta is None else delta[at])
-
-    def folded(self) -> FinalRows:
-        """Return the rows with the batch folded into them (`kernels.base.fold_batch`)."""
-        o, delta = (x if x is None else fold_batch(x) for x in (self.o, self.delta))
-        return FinalRows(fold_batch(self.q), o, fold_batch(self.lse), fold_batch(self.do), delta)
 
 
 class PartialResult:
@@ -151,9 +124,9 @@ class BlockMath(NamedTuple):
     ) -> None:
         """Add the block's dq, dk and dv to `grads`."""
         for kernel, intervals, rows, keys in layers:
-            q, o, lse, do, delta = final if rows is None else final.part(rows)
+            some = final if rows is None else final.part(rows)
             some_k, some_v = (k, v) if keys is None else (k[:, :, keys], v[:, :, keys])
-            parts = kernel.backward(do, q, some_k, some_v, o, lse, scale=self.scale, intervals=intervals, delta=delta)
+            parts = kernel.backward(some, some_k, some_v, scale=self.scale, intervals=intervals)
             for total, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
                 total.add(part, place)
 
@@ -162,24 +135,12 @@ Bundle = dict[str, Tensor]
 """Named contiguous tensors that are sent together."""
 
 
-class _Direction(Protocol):
-    """Interface of the forward and the backward computation of a schedule, which `_run` calls at each step."""
-
-    local: dict[Axis, Bundle]
-    """This rank's Q shard and KV shard."""
-
-    def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
-        """Compute a block and add it to the results for its Q shard and its KV shard."""
-
-    def result(self, transfer: Transfer) -> Bundle:
-        """Return, and drop, this rank's result for the shard that a transfer sends to its owner."""
-
-    def receive(self, transfer: Transfer, bundle: Bundle) -> None:
-        """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
-
-
 class _Forward:
-    """Q shards are sent with q and return (o, lse); KV shards are sent with k and v and return nothing."""
+    """Q shards are sent with q and return (o, lse); KV shards are sent with k and v and return nothing.
+
+    Attributes:
+        local: this rank's Q shard and KV shard.
+    """
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.local: dict[Axis, Bundle] = {"q": {"q": q}, "kv": {"k": k, "v": v}}
@@ -187,23 +148,26 @@ class _Forward:
         self.partials: dict[int, PartialResult] = {}
 
     def compute(self, block: AttentionBlock, rows: Bundle, keys: Bundle) -> None:
+        """Compute a block and add it to the results for its Q shard and its KV shard."""
         partial = self.partials.get(block.q_shard)
         if partial is None:
             partial = self.partials[block.q_shard] = PartialResult(rows["q"], self._dtype)
         self._math.forward(rows["q"], keys["k"], keys["v"], block.layers, partial)
 
     def result(self, transfer: Transfer) -> Bundle:
+        """Return, and drop, this rank's result for the shard that a transfer sends to its owner."""
         o, lse = self.partials.pop(transfer.send_shard).value
         return {"o": o.to(transfer.dtype), "lse": lse}
 
     def receive(self, transfer: Transfer, bundle: Bundle) -> None:
+        """Add results from another rank to this rank's; the buffers of `bundle` are reused afterwards."""
         self.partials[transfer.recv_shard].add(bundle["o"], bundle["lse"], rows=transfer.recv_rows, borrowed=True)
 
 
 class _Backward:
     """Q shards are sent with q, do, lse and delta and return dq; KV shards are sent with k and v and return dk and dv.
 
-    This rank's own rows keep their o, for kernels that take no delta.
+    It has the methods of `_Forward`. This rank's own rows keep their o, for kernels that take no delta.
     """
 
     def __init__(self, spec: CallSpec, block_math: BlockMath, rows: FinalRows, k: Tensor, v: Tensor) -> None:
@@ -242,16 +206,22 @@ def distributed_forward(
     """Return (o, lse) of this rank's query rows over all ranks' keys, o in `spec.accumulate_dtype`.
 
     Args:
-        q, k, v: this rank's shards, contiguous, of one batch size.
+        q, k, v: this rank's shards, contiguous. If k and v have a batch of 1, the items of q share them.
     """
+    batch = q.shape[0]
+    shared = batch > k.shape[0]
+    if shared:  # the items are rows of one item from here on
+        q, spec = fold_batch(q), spec.folded
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
     if spec.mesh_shape == (1, 1):  # a group of one: one block and no transfers
         result = PartialResult(q, spec.accumulate_dtype)
         block_math.forward(q, k, v, steps[0].blocks[0].layers, result)
-        return result.value
-    forward = _Forward(spec, block_math, q, k, v)
-    _run(steps, comm, forward, spec.overlap)
-    return forward.partials[comm.rank].value
+    else:
+        forward = _Forward(spec, block_math, q, k, v)
+        _run(steps, comm, forward, spec.overlap)
+        result = forward.partials[comm.rank]
+    o, lse = result.value
+    return (unfold_batch(o, batch), unfold_batch(lse, batch)) if shared else (o, lse)
 
 
 def distributed_backward(
@@ -269,6 +239,10 @@ def distributed_backward(
             are sent and delta is not given, it is computed here, and sent instead of o.
         k, v: this rank's KV shard.
     """
+    batch = rows.q.shape[0]
+    shared = batch > k.shape[0]
+    if shared:
+        rows, spec = rows.folded(), spec.folded
     q = rows.q
     steps = spec.steps(comm, q, k, block_math.kernel, backward=True)
     if spec.mesh_shape == (1, 1):
@@ -281,10 +255,10 @@ def distributed_backward(
         _run(steps, comm, backward, spec.overlap)
         sums = backward.sums("q", comm.rank, q) + backward.sums("kv", comm.rank, k, v)
     dq, dk, dv = [each.value for each in sums]
-    return dq, dk, dv
+    return unfold_batch(dq, batch) if shared else dq, dk, dv
 
 
-def _run(steps: Schedule, comm: Communicator, direction: _Direction, overlap: bool) -> None:
+def _run(steps: Schedule, comm: Communicator, direction: _Forward | _Backward, overlap: bool) -> None:
     """Run the steps of this rank. `overlap=False` waits for the transfers before computing, only to measure."""
     local, rank = direction.local, comm.rank
     held: dict[tuple[Axis, int], Bundle] = {("q", rank): local["q"], ("kv", rank): local["kv"]}
@@ -310,7 +284,7 @@ def _run(steps: Schedule, comm: Communicator, direction: _Direction, overlap: bo
 def _post(
     step: Step,
     comm: Communicator,
-    direction: _Direction,
+    direction: _Forward | _Backward,
     held: dict[tuple[Axis, int], Bundle],
     lease: BufferLease,
 ) -> tuple[Pending, Sequence[tuple[Transfer, Bundle]]]:

@@ -10,7 +10,7 @@ attention again (`kept_results`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Literal, TypedDict, Unpack, overload
 
@@ -248,14 +248,8 @@ def _attend_once(
     frames = mask.sizes.spans(comm.size) if isinstance(mask, FrameMask) else ()
 
     def check() -> dict[str, object]:
-        check_qkv(q, k, v)
-        check_accumulation(accumulate_dtype)
-        check_scale(scale)
-        check_flags(overlap=overlap, return_lse=return_lse, causal=causal)
-        if layout not in LAYOUTS:
-            raise ConfigError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
-        check_mask_type(mask)
-        choose_kernel(kernel, q, k)
+        flags = {"overlap": overlap, "return_lse": return_lse, "causal": causal}
+        check_arguments(q, k, v, mask, scale, kernel, flags, accumulate_dtype, layout)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
         facts = {"strategy": strategy, "tile": shape, "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
@@ -271,14 +265,21 @@ def _attend_once(
 
     def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        return [k.shape[2], gradient_state(q, k, v), known, 0 if mask is None else mask.bounds.shape[0]]
+        required = any(x.requires_grad for x in (q, k, v))
+        grad_mode = 1 + required if torch.is_grad_enabled() else 0
+        return [k.shape[2], grad_mode, known, 0 if mask is None else mask.bounds.shape[0]]
 
     _, by_rank = agree(comm, "attention", check, dict, numbers=numbers)
-    lengths, states, digests, layers = zip(*by_rank, strict=True)
+    lengths, grad_modes, digests, layers = zip(*by_rank, strict=True)
     key_lengths, known = tuple(lengths), set(digests)
-    backward = has_backward(states)
+    if 2 in grad_modes and 0 in grad_modes:
+        without = ", ".join(str(rank) for rank, mode in enumerate(grad_modes) if mode == 0)
+        raise AgreementError(
+            f"rank {without} of the group runs without gradients (torch.no_grad) where other ranks require them; the "
+            "backward pass needs all ranks"
+        )
     # Every rank must take part in the backward pass. With head sharding, resharding q already requires its gradient.
-    if backward and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
+    if 2 in grad_modes and not (q.requires_grad or (strategy != "ulysses" and (k.requires_grad or v.requires_grad))):
         q = q.detach().requires_grad_()
     if causal:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))  # text has keys of its own for each item
@@ -336,12 +337,13 @@ def decode_attention(
     def check() -> BlockMasks:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
             raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
-        check_qkv(q, k, v)
-        check_mask_type(mask)
-        check_scale(scale)
-        check_flags(return_lse=return_lse)
-        choose_kernel(kernel, q, k)
-        _check_units(units_per_frame, mask)
+        check_arguments(q, k, v, mask, scale, kernel, {"return_lse": return_lse})
+        total = 0 if mask is None else mask.total_frames
+        if type(units_per_frame) is not int or units_per_frame < 1 or total % units_per_frame:
+            raise MaskError(
+                f"units_per_frame: {units_per_frame!r} does not divide the {total} units of the mask; pass the number "
+                "of units that make a frame, 1 or more"
+            )
         if mask is None:
             return BlockMasks.full(q.shape[0], q.shape[2], [k.shape[2]])
         own = mask.sizes.joined(units_per_frame).spans(comm.size)[comm.rank]
@@ -367,63 +369,56 @@ def _common_facts(q: Tensor, k: Tensor, scale: float, mask: FrameMask | None) ->
     return facts
 
 
-def _check_units(units: int, mask: FrameMask | None) -> None:
-    total = 0 if mask is None else mask.total_frames
-    if isinstance(units, bool) or not isinstance(units, int) or units < 1 or total % units:
-        raise MaskError(
-            f"units_per_frame: {units!r} does not divide the {total} units of the mask; pass the number of units that "
-            "make a frame, 1 or more"
-        )
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ALLOWED = {
+    "scale": "a finite number, or None for head dim ** -0.5",
+    "accumulate_dtype": '"auto", torch.float32, or None for q\'s dtype',
+    "layout": f"one of {', '.join(LAYOUTS)}",
+}
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ShapeError unless q is (B, H, s_q, D), k and v (B or 1, G, s_kv, D), of one dtype and device."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FrameMask | None,
+    scale: float | None,
+    kernel: str,
+    flags: Mapping[str, bool],
+    accumulate_dtype: AccumulateDtype = "auto",
+    layout: str = "zigzag",
+) -> None:
+    """Raise unless q is (B, H, s_q, D), k and v (B or 1, G, s_kv, D), and each other argument is valid by itself."""
+    problem = None
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ShapeError(f"expected q (B, H, s_q, D) and k, v of one shape (B, G, s_kv, D); got {shapes}")
-    if k.shape[0] not in (1, q.shape[0]) or k.shape[3] != q.shape[3]:
-        raise ShapeError(f"k and v must have q's head dim, and its batch or a batch of 1; got {shapes}")
-    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        raise ShapeError(
-            f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads: no whole multiple; got {shapes}"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ShapeError(
-            f"q, k and v must share one dtype and device; got {q.dtype} on {q.device}, {k.dtype} on {k.device}, "
-            f"{v.dtype} on {v.device}"
-        )
-    if q.dtype not in _DTYPES:
-        raise ShapeError(f"q, k and v must be floating point ({', '.join(map(str, _DTYPES))}); got {q.dtype}")
-
-
-def check_accumulation(dtype: torch.dtype | str | None) -> None:
-    if dtype not in (*_DTYPES, "auto", None):
-        raise ConfigError(
-            f'accumulate_dtype: {dtype!r} cannot be used; choose "auto", torch.float32, or None for q\'s dtype'
-        )
-
-
-def check_scale(scale: float | None) -> None:
-    """Raise ConfigError unless the scale is None or a finite number; a tensor would lose its gradient."""
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale)):
-        raise ConfigError(f"scale: {scale!r:.80} is not a finite number; pass a float, or None for head dim ** -0.5")
-
-
-def check_flags(**flags: bool) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}: {value!r:.80} is not a bool; pass True or False")
-
-
-def check_mask_type(mask: FrameMask | None) -> None:
+        problem = "expected q (B, H, s_q, D) and k, v of one shape (B, G, s_kv, D)"
+    elif k.shape[0] not in (1, q.shape[0]) or k.shape[3] != q.shape[3]:
+        problem = "k and v must have q's head dim, and its batch or a batch of 1"
+    elif k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        problem = f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads: no whole multiple"
+    elif not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        problem = "q, k and v must share one dtype and device"
+    elif q.dtype not in _DTYPES:
+        problem = f"q, k and v must be floating point ({', '.join(map(str, _DTYPES))})"
+    if problem is not None:
+        given = (f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in zip("qkv", (q, k, v), strict=True))
+        raise ShapeError(f"{problem}; got {', '.join(given)}")
+    # A tensor as scale would lose its gradient.
+    finite = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
+    for name, value, valid in (
+        ("scale", scale, scale is None or finite),
+        ("accumulate_dtype", accumulate_dtype, accumulate_dtype in (*_DTYPES, "auto", None)),
+        ("layout", layout, layout in LAYOUTS),
+        *[(name, value, value is True or value is False) for name, value in flags.items()],
+    ):
+        if not valid:
+            raise ConfigError(f"{name}: {value!r:.80} is invalid; pass {_ALLOWED.get(name, 'True or False')}")
     if mask is not None and not isinstance(mask, FrameMask):
         raise MaskError(
             f"mask: expected a FrameMask or None, got {type(mask).__name__}; build one with FrameMask.from_dense (a "
             "table of rows and frames) or FrameMask.from_intervals (the first and the end frame of each row)"
         )
+    choose_kernel(kernel, q, k)
 
 
 def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: Spans) -> None:
@@ -436,26 +431,3 @@ def check_mask(mask: FrameMask, q: Tensor, k: Tensor, frames: Spans) -> None:
             f"mask: of its {mask.total_frames} frames of {mask.sizes.fact} tokens this rank holds frames "
             f"{describe_spans(frames)} (frame_range), which means {keys} keys; k has {k.shape[2]}"
         )
-
-
-def gradient_state(*tensors: Tensor) -> int:
-    """Return 0 without grad mode, 2 if any of the tensors requires a gradient, else 1."""
-    if not torch.is_grad_enabled():
-        return 0
-    return 2 if any(t.requires_grad for t in tensors) else 1
-
-
-def has_backward(states: Sequence[int]) -> bool:
-    """Return whether there will be a backward pass, given every rank's `gradient_state`.
-
-    Raises:
-        AgreementError: some ranks require gradients and others run without grad mode; backward would hang.
-    """
-    required = 2 in states
-    if required and 0 in states:
-        without = ", ".join(str(rank) for rank, state in enumerate(states) if state == 0)
-        raise AgreementError(
-            f"rank {without} of the group runs without gradients (torch.no_grad) where other ranks require them; the "
-            "backward pass needs all ranks"
-        )
-    return required

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mllm_seqpar.comm import Communicator, Recv, Send, Subgroup
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.schedules.head_sharding import HeadShards
 
 from .call_spec import CallSpec
-from .executor import FinalRows
 from .kept_results import running_region
 
 
@@ -68,23 +68,19 @@ def _all_to_all(
 ) -> list[list[Tensor]]:
     """Send the parts (B, heads, length, D) of each tensor to the ranks, and return the parts that each rank sent.
 
-    Args:
-        parts: of each tensor, by receiving rank. That of this rank is returned itself.
-        shapes: (heads, length) of what is received of each tensor, by sending rank.
-        items: for the labels.
-        comm: the group.
+    `shapes` are the (heads, length) of what is received of each tensor, by sending rank.
     """
     sends, recvs, received = [], [], []
     for own, expected, item in zip(parts, shapes, items, strict=True):
-        found = []
+        buffers = []
         for peer, (part, shape) in enumerate(zip(own, expected, strict=True)):
             if peer == comm.rank:
-                found.append(part)
+                buffers.append(part)
                 continue
-            found.append(part.new_empty((part.shape[0], *shape, part.shape[3])))
+            buffers.append(part.new_empty((part.shape[0], *shape, part.shape[3])))
             sends += [Send(peer, part.contiguous(), item.label)] if part.numel() else []
-            recvs += [Recv(peer, found[-1])] if found[-1].numel() else []
-        received.append(found)
+            recvs += [Recv(peer, buffers[-1])] if buffers[-1].numel() else []
+        received.append(buffers)
     comm.exchange(sends, recvs).wait()
     return received
 
@@ -114,9 +110,9 @@ class _Reshard(torch.autograd.Function):
         ctx.comm, ctx.items, ctx.gather = comm, items, gather
         region = running_region() if keep and any(ctx.needs_input_grad) else None
         compute = functools.partial(_reshard, xs, items, comm, gather)
-        found = compute() if region is None else region.once(compute, "rows")
-        ctx.mark_non_differentiable(*found[1:])
-        return found
+        resharded = compute() if region is None else region.once(compute, "rows")
+        ctx.mark_non_differentiable(*resharded[1:])
+        return resharded
 
     @staticmethod
     @once_differentiable

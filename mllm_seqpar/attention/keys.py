@@ -32,8 +32,7 @@ class Keys(ABC):
 
     Attributes:
         spec: the placement, the mask and the schedule.
-        stored: K if it exists, given or in a cache: tensors (B or 1, G, T, D), one for each cache. Other keys have no
-            such attribute.
+        stored: K if it exists, given or in a cache: tensors (B or 1, G, T, D), one for each cache.
         torch_attend: computes o (B, H, s, D) of a softmax over these keys alone, given q and the scale, by torch's own
             operator. It is differentiable, and has no log-sum-exp. None: the block kernels compute it.
         row_layout: how rows are head-sharded for these keys alone, which share a softmax with others (`ulysses`). None:
@@ -42,7 +41,7 @@ class Keys(ABC):
     """
 
     spec: CallSpec
-    stored: Sequence[Tensor]
+    stored: Sequence[Tensor] = ()
     torch_attend: Callable[[Tensor, float], Tensor] | None = None
     row_layout: HeadLayout | None = None
     modules: Sequence[nn.Module]

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from mllm_seqpar.comm import Communicator, Recv, Send
 from mllm_seqpar.comm.receive_buffers import BufferLease
-from mllm_seqpar.kernels import KernelOption
+from mllm_seqpar.kernels import FinalRows, KernelOption
+from mllm_seqpar.kernels.base import fold_batch, unfold_batch
 from mllm_seqpar.masks import BlockMasks, RowSubset
 from mllm_seqpar.masks.intervals import part_of_mask
 
 from .call_spec import CallSpec, MaskLayer, with_kernels
-from .executor import BlockMath, Bundle, FinalRows, GradientAccumulator, PartialResult
+from .executor import BlockMath, Bundle, GradientAccumulator, PartialResult
 from .keys import Keys
 
 
@@ -82,7 +83,10 @@ class StreamedKeys(Keys):
 def streamed_forward(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, q: Tensor, chunks: Iterable[KeyChunk]
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of this rank's rows q (1, H, s, D) over all ranks' keys, as `executor.distributed_forward`."""
+    """Return (o, lse) of this rank's rows q over all ranks' keys, as `executor.distributed_forward`."""
+    if (batch := q.shape[0]) > 1:
+        o, lse = streamed_forward(comm, spec.folded, block_math, fold_batch(q), chunks)
+        return unfold_batch(o, batch), unfold_batch(lse, batch)
     comm = comm if len(spec.key_lengths) > 1 else comm.alone
     plan = _plan(spec, comm)
     every_q = _gather_rows(comm, plan, {"q": q})["q"]
@@ -104,6 +108,8 @@ def streamed_backward(
     comm: Communicator, spec: CallSpec, block_math: BlockMath, rows: FinalRows, chunks: Iterable[KeyChunk]
 ) -> Tensor:
     """Return dq of this rank's rows, as `executor.distributed_backward`; each chunk takes its dk and dv."""
+    if (batch := rows.q.shape[0]) > 1:
+        return unfold_batch(streamed_backward(comm, spec.folded, block_math, rows.folded(), chunks), batch)
     comm = comm if len(spec.key_lengths) > 1 else comm.alone
     plan = _plan(spec, comm)
     if comm.size > 1:

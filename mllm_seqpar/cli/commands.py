@@ -16,20 +16,12 @@ BAD_INPUT = 2
 
 
 class Command(NamedTuple):
-    """A command, whose function takes the arguments and returns the exit status, or None for 0.
+    """A command, whose function takes the arguments and returns the exit status, or None for 0."""
 
-    Attributes:
-        entry: the function, as "module:function". Its module is imported when the command runs.
-        text: one line of help.
-        ranks: how it starts ranks on this machine: "none"; "here": the program reads --num_processes before the
-            command; "itself": it has the option --num_processes and calls `own_ranks`.
-        check: reports a wrong option before the command imports torch, because that takes seconds on each rank.
-    """
-
-    entry: str
-    text: str
-    ranks: str = "none"
-    check: str | None = None
+    entry: str  # "module:function"; the module is imported when the command runs
+    text: str  # one line of help
+    ranks: str = "none"  # or "here": __main__ reads --num_processes; or "itself": its option, and it calls `own_ranks`
+    check: str | None = None  # reports a wrong option before torch is imported, which takes seconds on each rank
 
 
 COMMANDS = {

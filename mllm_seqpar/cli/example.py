@@ -96,7 +96,7 @@ def write_example(options: ExampleOptions) -> NeedleVideo:
     return long
 
 
-def save_model(folder: Path, seed: int, gate: str | None = "vector") -> None:
+def save_model(folder: Path, seed: int) -> None:
     """Write a model of two layers of width 128, with 2 query heads and one KV head, and its processor."""
     import torch
     from transformers import SiglipVisionConfig
@@ -120,7 +120,7 @@ def save_model(folder: Path, seed: int, gate: str | None = "vector") -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        gate=gate,
+        gate="vector",
         rope_parameters={"rope_type": "default", "rope_theta": 1e12},
         initializer_range=0.1,
         tie_word_embeddings=False,

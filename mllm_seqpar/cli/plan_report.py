@@ -1,7 +1,7 @@
 """A plan as a text for people, as a mapping for programs, and one layer of it as a figure."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,12 @@ WIDTH = 100
 
 def as_text(plan: Plan) -> str:
     """Return a heading, a table with a column for each strategy, and the best one with the reason; lines of WIDTH."""
-    return "\n".join([*_heading(plan), "", *_table(plan), "", *_verdict(plan), *_duration(plan)])
+    heading, verdict = list[str](), list[str]()
+    for lines, texts in (heading, _heading(plan)), (verdict, _verdict(plan)):
+        for text in texts:
+            indent = "    " if text.startswith(" ") else "  "
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False)
+    return "\n".join([*heading, "", *_table(plan), "", *verdict])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -104,6 +109,7 @@ def _needs_tile(spec: ParallelSpec) -> bool:
 
 
 def _heading(plan: Plan) -> list[str]:
+    """Return what is planned, on which cluster, and what is assumed, each in a paragraph."""
     workload, cluster, model, vision = plan.workload, plan.cluster, plan.workload.model, plan.workload.model.vision
     what, parameters = workload.trained, f"parameters of {workload.parameter}"
     if workload.lora_r is not None:
@@ -128,7 +134,7 @@ def _heading(plan: Plan) -> list[str]:
     if vision.temporal_patch > 1:
         video = f"{workload.frames:,} frames, {tokens} tokens for every {vision.temporal_patch} of them"
     peak = f" ({cluster.attention_forward / cluster.peak_flops:.0%} of peak)" if cluster.peak_flops else ""
-    paragraphs = [
+    return [
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {workload.trained_parameters / 1e9:.3g} B trained "
         f"({what}); {video}, {workload.text:,} text tokens" + (f", batch {workload.batch}" * (workload.batch > 1)),
         f"{workload.gpus} GPUs of {cluster.name}: attention {cluster.attention_forward / 1e12:.4g} TFLOP/s forward"
@@ -136,7 +142,6 @@ def _heading(plan: Plan) -> list[str]:
         f"{cluster.network_link / 1e9:.4g} GB/s between nodes",
         "; ".join(assumptions),
     ]
-    return [line for paragraph in paragraphs for line in _wrapped(paragraph)]
 
 
 def _table(plan: Plan) -> list[str]:
@@ -192,74 +197,64 @@ def reasons(plan: Plan) -> list[str]:
     if not best.fits:
         least, usable = min(plan.rows, key=lambda row: row.memory_total), _bytes(USABLE * plan.cluster.memory_bytes)
         return [f"{least.spec} needs the least memory: {_bytes(least.memory_total)} of a GPU, of {usable}."]
-    others = [row for row in plan.rows if row is not best]
+    sentences, others = [], [row for row in plan.rows if row is not best]
     equal = [row for row in others if row.fits and row.seconds <= best.seconds * (1 + MARGIN)]
-    said = []
     if equal:
         names = ", ".join(f"{row.spec} ({_bytes(row.memory_total)})" for row in equal)
         prefers = f", and {_NAMES[plan.preferred]} is preferred among equals"
-        said.append(
+        sentences.append(
             f"Equal within {MARGIN:.0%}{prefers if best.spec.strategy == plan.preferred else ''}: {names}; {best.spec} "
             f"needs {_bytes(best.memory_total)} of a GPU."
         )
-    for row in (row for row in others if row.fits and row not in equal):
-        more = row.parts[part].exposed - best.parts[part].exposed
-        waits = more > (row.seconds - best.seconds) / 2
-        cause = f": {duration(more)} more of transfers that computation does not hide" if waits else ""
-        said.append(f"{row.spec} takes {row.seconds / best.seconds:.3g} times as long{cause}.")
-    for row in (row for row in others if not row.fits and row.seconds < best.seconds):
-        said.append(f"{row.spec} would take {duration(row.seconds)}, but needs {_bytes(row.memory_total)} of a GPU.")
-    return said or ["No other strategy was compared."]
+    for row in others:
+        if row.fits and row not in equal:
+            more = row.parts[part].exposed - best.parts[part].exposed
+            waits = more > (row.seconds - best.seconds) / 2
+            cause = f": {duration(more)} more of transfers that computation does not hide" if waits else ""
+            sentences.append(f"{row.spec} takes {row.seconds / best.seconds:.3g} times as long{cause}.")
+        elif not row.fits and row.seconds < best.seconds:
+            needs = f"but needs {_bytes(row.memory_total)} of a GPU"
+            sentences.append(f"{row.spec} would take {duration(row.seconds)}, {needs}.")
+    if others and not sentences:
+        return ["No other strategy fits."]
+    return sentences or ["No other strategy was compared."]
 
 
-def _verdict(plan: Plan) -> list[str]:
+def _verdict(plan: Plan) -> Iterator[str]:
+    """Yield the best strategy with its options and the reasons, and the hours of a data set."""
     workload, best, enough = plan.workload, plan.best, plan.min_gpus
-    lines = [f"{name}: left out, {reason}" for name, reason in plan.illegal.items()]
+    for name, reason in plan.illegal.items():
+        yield f"{name}: left out, {reason}"
     if best.fits:
         options = "".join(f", {name}={value!r}" for name, value in patch_options(plan).items())
-        lines.append(f"Best: {best.spec}, {duration(best.seconds)} {'an answer' if workload.answer else 'a step'}")
-        lines.append(f"  patch_model(model{options})")
-        lines += [line for reason in reasons(plan) for line in _wrapped(f"  {reason}", "  ")]
+        yield f"Best: {best.spec}, {duration(best.seconds)} {'an answer' if workload.answer else 'a step'}"
+        yield f"  patch_model(model{options})"
+        yield from (f"  {reason}" for reason in reasons(plan))
         if enough and enough < workload.gpus:
-            lines.append(f"With {_NAMES[plan.preferred]}, {enough} GPUs are enough.")
+            yield f"With {_NAMES[plan.preferred]}, {enough} GPUs are enough."
     else:
         most = max(row.max_frames for row in plan.rows)
         frames = f"at most {most:,} frames fit" if most else "not even one frame fits"
         gpus = f"{enough} GPUs are enough" if enough else "no number of GPUs is enough"
-        lines.append(f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}.")
-        lines += [line for reason in reasons(plan) for line in _wrapped(reason)]
+        yield f"Nothing fits with {workload.frames:,} frames; {frames}; {gpus}."
+        yield from reasons(plan)
         if options := ", ".join(f"{name}={value!r}" for name, value in _shared_options(workload).items()):
-            lines += _wrapped(f"All strategies are planned with {options}.")
+            yield f"All strategies are planned with {options}."
     two = not workload.model.decoder_only and workload.self_attention != "auto"
     if _needs_tile(best.spec) and _needs_tile(plan.text) and two:
-        text = f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text} for text."
-        lines += _wrapped(text)
-    return lines
-
-
-def _duration(plan: Plan) -> list[str]:
-    """Return the hours of a data set with the best strategy, and with the two others that are compared most."""
-    workload, named = plan.workload, {row.spec.strategy: row for row in plan.rows if row.fits}
+        yield f"patch_model takes one tile, but the plan has {best.spec} for frames and {plan.text} for text."
     if workload.samples is None:
-        return []
-    compared = [named[name] for name in (plan.preferred, "ring") if name in named and named[name] is not plan.best]
+        return
     epochs = f" x {workload.epochs:g} epochs" if workload.epochs != 1 else ""
     kind = "steps" if workload.training else "forward passes"
     steps = f"{workload.steps:,} {kind} of {workload.batch} on {workload.gpus} GPUs"
-    lines = _wrapped(f"{workload.samples:,} samples{epochs} in {steps}:")
-
-    def digits(value: float) -> str:
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-    for row in (plan.best, *compared):
+    yield f"{workload.samples:,} samples{epochs} in {steps}:"
+    named = {row.spec.strategy: row for row in plan.rows if row.fits and row is not best}
+    for row in (best, *(named[name] for name in dict.fromkeys((plan.preferred, "ring")) if name in named)):
         hours = plan.hours(row)
+        total, all_gpus = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (hours, hours * workload.gpus))
         days = f" ({hours / 24:.1f} days)" if hours >= 48 else ""
-        lines.append(f"  {row.spec}: {digits(hours)} hours{days}, {digits(hours * workload.gpus)} GPU-hours")
-    return lines
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent + "  ", break_long_words=False)
+        yield f"  {row.spec}: {total} hours{days}, {all_gpus} GPU-hours"
 
 
 def _bytes(size: float) -> str:

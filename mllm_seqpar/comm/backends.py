@@ -38,7 +38,6 @@ def require_transferable(
 
     Args:
         comm: the group. A group of one and ranks in threads transfer from any device.
-        model: the model.
         weights: the parameters to check; None for all.
         moves_later: whether the model may still be moved to a GPU, or its weights loaded.
 
@@ -50,7 +49,9 @@ def require_transferable(
     group = getattr(comm, "group", None)
     reasons: dict[torch.device, str] = {}
     for parameter in model.parameters() if weights is None else weights:
-        device = _compute_device(parameter)
+        device = parameter.device
+        if isinstance(parameter, DTensor) and not parameter.is_meta:
+            device = torch.device(parameter.device_mesh.device_type)
         if moves_later and device.type in ("cpu", "meta"):
             continue
         if device not in reasons:
@@ -58,12 +59,6 @@ def require_transferable(
         if reasons[device]:
             name = next((name for name, x in model.named_parameters() if x is parameter), "weight")
             raise ConfigError(f"parameter {name} of {type(model).__name__} is on {device}{reasons[device]}")
-
-
-def _compute_device(parameter: Tensor) -> torch.device:
-    if isinstance(parameter, DTensor) and not parameter.is_meta:
-        return torch.device(parameter.device_mesh.device_type)
-    return parameter.device
 
 
 def _reason(group: dist.ProcessGroup | None, device: torch.device) -> str:

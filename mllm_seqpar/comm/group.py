@@ -43,7 +43,14 @@ def as_communicator(group: Group = None) -> Communicator:
             raise ConfigError(_NOT_A_MEMBER)
         return ProcessGroupCommunicator(group.get_group())
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        _require_no_launcher()
+        processes, variable = launched_processes()
+        if processes > 1:
+            raise ConfigError(
+                f"group: {variable}={processes}, so a launcher started {processes} processes, but torch.distributed is "
+                "not initialised and each would run alone. Call torch.distributed.init_process_group(...) first, or "
+                "accelerate's PartialState() or Accelerator(), which do so. If the processes are independent, pass "
+                'group="self", a group of one'
+            )
         return LoopbackCommunicator(LoopbackWorld(1), 0)
     if isinstance(group, str) and group == "self":
         return LoopbackCommunicator(LoopbackWorld(1), 0)
@@ -86,17 +93,6 @@ def destroy(group: Group = None) -> None:
     if isinstance(comm, ProcessGroupCommunicator):
         comm.kept.buffers.clear()
         destroy_transfer_group(comm.group)
-
-
-def _require_no_launcher() -> None:
-    processes, variable = launched_processes()
-    if processes > 1:
-        raise ConfigError(
-            f"group: {variable}={processes}, so a launcher started {processes} processes, but torch.distributed is not "
-            "initialised and each would run alone. Call torch.distributed.init_process_group(...) first, or "
-            "accelerate's PartialState() or Accelerator(), which do so. If the processes are independent, pass "
-            'group="self", a group of one'
-        )
 
 
 _SIZE_AND_RANK = (

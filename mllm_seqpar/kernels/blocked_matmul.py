@@ -11,12 +11,11 @@ head are rows of a single matrix, so keys are never expanded. Forward is the onl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mllm_seqpar.masks.intervals import Intervals, Span
+from mllm_seqpar.masks.intervals import Intervals
 
 from . import base
 
@@ -32,6 +31,7 @@ class BlockedMatmulKernel:
     """Block attention with chunks of matrix products; all results are float32 (float64 for float64 inputs)."""
 
     name = "blocked_matmul"
+    call_entries = 0
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         return None
@@ -43,34 +43,24 @@ class BlockedMatmulKernel:
         if base.is_empty(q, k):
             return o, lse
         for rows in _row_chunks(q, intervals):
-            chunk = _RowChunk.of(q, k, rows, scale, intervals)
-            o_rows, lse_rows = _attend_rows(chunk, k, v)
+            o_rows, lse_rows = _RowChunk(q, k, rows, scale, intervals).attend(k, v)
             o[:, :, rows] = o_rows.view(o[:, :, rows].shape)
             lse[:, :, rows] = lse_rows.view(lse[:, :, rows].shape)
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor | None,
-        lse: Tensor,
-        *,
-        scale: float,
-        intervals: Intervals | None = None,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, rows: base.FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
+    ) -> base.Gradients:
+        q, _, lse, do, delta = rows.with_delta()
         dq, dk, dv = base.empty_backward(q, k, v)
         if base.is_empty(q, k):
             return dq, dk, dv
+        assert delta is not None
         groups, dtype = k.shape[1], _matmul_dtype(q)
-        delta = base.delta_of(do, o, delta).unsqueeze(-1).to(dq.dtype)
-        lse = base.safe_lse(lse).unsqueeze(-1).to(dq.dtype)
-        for rows in _row_chunks(q, intervals):
-            chunk = _RowChunk.of(q, k, rows, scale, intervals)
-            do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, rows], groups) for x in (do.to(dtype), lse, delta))
+        delta, lse = (x.unsqueeze(-1).to(dq.dtype) for x in (delta, base.safe_lse(lse)))
+        for some in _row_chunks(q, intervals):
+            chunk = _RowChunk(q, k, some, scale, intervals)
+            do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, some], groups) for x in (do.to(dtype), lse, delta))
             dq_rows = torch.zeros_like(chunk.q, dtype=dq.dtype)
             for keys in chunk.key_chunks():
                 k_chunk, v_chunk = k[:, :, keys].to(dtype), v[:, :, keys].to(dtype)
@@ -79,35 +69,25 @@ class BlockedMatmulKernel:
                 ds = _matmul(do_rows, v_chunk.mT).sub_(delta_rows).mul_(p).mul_(scale).to(dtype)
                 dq_rows += _matmul(ds, k_chunk)
                 dk[:, :, keys] += _matmul(ds.mT, chunk.q)
-            dq[:, :, rows] = dq_rows.view(dq[:, :, rows].shape)
+            dq[:, :, some] = dq_rows.view(dq[:, :, some].shape)
         return dq, dk, dv
 
 
-@dataclass(frozen=True, kw_only=True)
 class _RowChunk:
     """A chunk of query rows.
 
     Attributes:
         q: (B, G, R * rows, D), the heads of a group one after another.
-        rows, scale, intervals: the rows, and the arguments of the kernel.
         some, all: the keys (start, stop) that some of the rows attend to, and those that all of them attend to.
     """
 
-    q: Tensor
-    rows: slice
-    scale: float
-    intervals: Intervals | None
-    some: Span
-    all: Span
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, rows: slice, scale: float, intervals: Intervals | None) -> _RowChunk:
-        folded = base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q))
-        some = every = (0, k.shape[2])
+    def __init__(self, q: Tensor, k: Tensor, rows: slice, scale: float, intervals: Intervals | None) -> None:
+        self.q = base.fold_heads(q[:, :, rows], k.shape[1]).to(_matmul_dtype(q))
+        self.rows, self.scale, self.intervals = rows, scale, intervals
+        self.some = self.all = (0, k.shape[2])
         if intervals is not None:
             low, high = intervals.low[:, rows], intervals.high[:, rows]
-            some, every = intervals.part(rows).span, (int(low.max()), int(high.min()))
-        return cls(q=folded, rows=rows, scale=scale, intervals=intervals, some=some, all=every)
+            self.some, self.all = intervals.part(rows).span, (int(low.max()), int(high.min()))
 
     def key_chunks(self) -> Iterator[slice]:
         """Return ranges of the keys that some of the rows attend to."""
@@ -124,25 +104,24 @@ class _RowChunk:
             scores.unflatten(2, (-1, bias.shape[1])).add_(bias[:, None, None])
         return scores
 
-
-def _attend_rows(chunk: _RowChunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of a chunk of rows, folded as its q, with the online softmax over chunks of keys."""
-    dtype, acc = chunk.q.dtype, base.accumulator(chunk.q.dtype)
-    o = torch.zeros_like(chunk.q, dtype=acc)
-    total = o.new_zeros(*o.shape[:3], 1)
-    peak = torch.full_like(total, -torch.inf)
-    for keys in chunk.key_chunks():
-        scores = chunk.scores(k[:, :, keys].to(dtype), keys)
-        new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
-        # A row that has attended to nothing has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
-        anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-        p = scores.sub_(anchor).exp_()
-        decay = (peak - anchor).exp_()
-        total.mul_(decay).add_(p.sum(dim=-1, keepdim=True))
-        o.mul_(decay).add_(_matmul(p.to(dtype), v[:, :, keys].to(dtype)))
-        peak = new_peak
-    # total is 0 exactly for rows that attend to nothing: their o is 0, and log(0) = -inf is their log-sum-exp.
-    return o.div_(total.masked_fill(total == 0, 1.0)), (peak.masked_fill(total == 0, 0.0) + total.log()).squeeze(-1)
+    def attend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of the rows, folded as q, with the online softmax over chunks of keys."""
+        dtype, acc = self.q.dtype, base.accumulator(self.q.dtype)
+        o = torch.zeros_like(self.q, dtype=acc)
+        total = o.new_zeros(*o.shape[:3], 1)
+        peak = torch.full_like(total, -torch.inf)
+        for keys in self.key_chunks():
+            scores = self.scores(k[:, :, keys].to(dtype), keys)
+            new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
+            # A row without keys so far has peak -inf; subtracting 0 there keeps exp(-inf - 0) = 0 instead of NaN.
+            anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+            p = scores.sub_(anchor).exp_()
+            decay = (peak - anchor).exp_()
+            total.mul_(decay).add_(p.sum(dim=-1, keepdim=True))
+            o.mul_(decay).add_(_matmul(p.to(dtype), v[:, :, keys].to(dtype)))
+            peak = new_peak
+        # total is 0 exactly for rows that attend to nothing: their o is 0, and log(0) = -inf is their log-sum-exp.
+        return o.div_(total.masked_fill(total == 0, 1.0)), (peak.masked_fill(total == 0, 0.0) + total.log()).squeeze(-1)
 
 
 def _row_chunks(q: Tensor, intervals: Intervals | None) -> Iterator[slice]:

@@ -46,9 +46,7 @@ class CudaCudnnKernel(CudaKernel):
             return "needs more than one key"
         return super().unsupported_reason(q, k, intervals)
 
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        if masked:
-            return "takes no mask"
+    def _unsupported_here(self, dim: int, capability: tuple[int, int]) -> str | None:
         limit = 256 if capability == (9, 0) else 128
         if dim > limit:
             return f"takes head dims up to {limit} on compute capability {capability[0]}.{capability[1]}, got {dim}"

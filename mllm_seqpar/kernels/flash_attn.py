@@ -25,27 +25,50 @@ import torch
 from torch import Tensor
 
 from .fused import AttentionArgs
-from .torch_cuda import (
-    CudaKernel,
-    flash2_unsupported_reason,
-    flash3_unsupported_reason,
-    flash4_unsupported_reason,
-    vectors,
-)
+from .torch_cuda import CudaKernel, flash_unsupported_reason, vectors
+
+_PACKAGES: dict[int, tuple[str, str, str, dict[str, set[str]]]] = {
+    2: (
+        "flash_attn.flash_attn_interface",
+        "pip install mllm-seqpar[flash]",
+        "2.5 to 2.8",
+        {"_flash_attn_forward": set(), "_flash_attn_backward": set()},
+    ),
+    3: (
+        "flash_attn_interface",
+        "folder hopper of github.com/Dao-AILab/flash-attention",
+        "2.8 and later",
+        {"fwd": {"softmax_scale", "is_causal", "num_splits"}, "bwd": {"dq", "softmax_scale", "deterministic"}},
+    ),
+    4: (
+        "flash_attn.cute.interface",
+        "pip install --pre flash-attn-4",
+        "4.0.0b10 and later",
+        {"_flash_attn_fwd": {"causal", "return_lse"}, "_flash_attn_bwd": {"causal", "deterministic"}},
+    ),
+}
+"""By version: the module, how to install it, the releases that work, and their functions with arguments that the kernel
+passes and not all releases have."""
 
 
-class FlashAttnKernel(CudaKernel):
+class _PackageKernel(CudaKernel):
+    """Base class: a version of FlashAttention from its package."""
+
+    version = 2
+
+    def _unsupported_here(self, dim: int, capability: tuple[int, int]) -> str | None:
+        return flash_unsupported_reason(self.version, dim, capability) or unavailable(self.version)
+
+
+class FlashAttnKernel(_PackageKernel):
     """FlashAttention 2 from the flash-attn package. See `BlockKernel`."""
 
     name = "flash_attn"
     nvidia_only = False
 
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        return flash2_unsupported_reason(dim, masked, capability) or _flash2_unavailable()
-
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         q, k, v = _bshd(q, k, v)
-        results = _call(_flash2()._flash_attn_forward, q=q, k=k, v=v, return_softmax=False, **_options(args))
+        results = _call(_functions(2)._flash_attn_forward, q=q, k=k, v=v, return_softmax=False, **_options(args))
         # 2.7 and later return (o, lse, probabilities, state), earlier ones padded copies of q, k, v, o in between.
         o, lse = (results[0], results[1]) if len(results) == 4 else (results[0], results[5])
         return o.transpose(1, 2), lse[..., : q.shape[1]]
@@ -56,7 +79,7 @@ class FlashAttnKernel(CudaKernel):
         do, q, k, v, o = _bshd(*(x.to(q.dtype) for x in (do, q, k, v, o)))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _call(
-            _flash2()._flash_attn_backward,
+            _functions(2)._flash_attn_backward,
             **{"dout": do, "q": q, "k": k, "v": v, "out": o, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv},
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=None,
@@ -65,13 +88,11 @@ class FlashAttnKernel(CudaKernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class FlashAttn3Kernel(CudaKernel):
+class FlashAttn3Kernel(_PackageKernel):
     """FlashAttention 3 from the package flash_attn_3, through the operators that it registers with torch."""
 
     name = "flash_attn_3"
-
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        return flash3_unsupported_reason(dim, masked, capability) or _flash3_unavailable()
+    version = 3
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         # 0 splits: the operator splits long keys so that few rows occupy the whole GPU.
@@ -96,24 +117,22 @@ class FlashAttn3Kernel(CudaKernel):
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class FlashAttn4Kernel(CudaKernel):
+class FlashAttn4Kernel(_PackageKernel):
     """FlashAttention 4 from the package flash-attn-4 (CuTe). It compiles a kernel per dtype, head dim and GPU."""
 
     name = "flash_attn_4"
-
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        return flash4_unsupported_reason(dim, masked, capability) or _flash4_unavailable()
+    version = 4
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         options = {"softmax_scale": args.scale, "causal": args.causal}
-        o, lse, *_ = _flash4()._flash_attn_fwd(*_bshd(q, k, v), return_lse=True, **options)
+        o, lse, *_ = _functions(4)._flash_attn_fwd(*_bshd(q, k, v), return_lse=True, **options)
         return o.transpose(1, 2), lse
 
     def _run_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, args: AttentionArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         do, q, k, v, o = _bshd(*(x.to(q.dtype) for x in (do, q, k, v, o)))
-        grads = _flash4()._flash_attn_bwd(
+        grads = _functions(4)._flash_attn_bwd(
             **{"q": q, "k": k, "v": v, "out": o, "dout": do, "lse": lse},
             softmax_scale=args.scale,
             causal=args.causal,
@@ -156,63 +175,32 @@ def _call(function: Callable, **arguments: Any) -> Any:
 
 @cache
 def _declared(function: Callable) -> dict[str, bool]:
-    """Return the argument names of a function, and whether each is required."""
+    """Return the argument names of a function or operator, and whether each is required."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return {x.name: not x.has_default_value() for x in function.default._schema.arguments}
     # Since 2.7 these are torch custom operators, whose Python signature is (*args, **kwargs).
     original = getattr(function, "_init_fn", function)
     parameters = inspect.signature(original).parameters.values()
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}
 
 
-def _flash2() -> Any:
-    return importlib.import_module("flash_attn.flash_attn_interface")
-
-
-def _flash4() -> Any:
-    return importlib.import_module("flash_attn.cute.interface")
+def _functions(version: int) -> Any:
+    """Return what has the functions of a package."""
+    return torch.ops.flash_attn_3 if version == 3 else importlib.import_module(_PACKAGES[version][0])
 
 
 @cache
-def _flash2_unavailable() -> str | None:
-    problem = _import_problem("flash_attn.flash_attn_interface", "pip install mllm-seqpar[flash]")
-    if problem is None and not all(hasattr(_flash2(), f"_flash_attn_{x}") for x in ("forward", "backward")):
-        return "is installed in a release without the low-level functions of 2.5 to 2.8"
-    return problem
-
-
-@cache
-def _flash3_unavailable() -> str | None:
-    problem = _import_problem("flash_attn_interface", "folder hopper of github.com/Dao-AILab/flash-attention")
-    if problem is not None:
-        return problem
-    needed = {"fwd": {"softmax_scale", "is_causal", "num_splits"}, "bwd": {"dq", "softmax_scale", "deterministic"}}
-    for name, arguments in needed.items():
-        operator = getattr(torch.ops.flash_attn_3, name, None)
-        if operator is None or not arguments <= {x.name for x in operator.default._schema.arguments}:
-            return f"is installed in a release without the operator flash_attn_3::{name} of 2.8 and later"
-    return None
-
-
-@cache
-def _flash4_unavailable() -> str | None:
-    problem = _import_problem("flash_attn.cute.interface", "pip install --pre flash-attn-4")
-    if problem is not None:
-        return problem
-    needed = {"_flash_attn_fwd": {"causal", "return_lse"}, "_flash_attn_bwd": {"causal", "deterministic"}}
-    for name, arguments in needed.items():
-        function = getattr(_flash4(), name, None)
-        if function is None or not arguments <= _declared(function).keys():
-            return f"is installed in a release without {name} of 4.0.0b10 and later"
-    return None
-
-
-def _import_problem(module: str, hint: str) -> str | None:
-    """Return why a module cannot be imported, or None; a package may be built for another torch or CUDA."""
+def unavailable(version: int) -> str | None:
+    """Return why the package of a version cannot be used, or None; it may be built for another torch or CUDA."""
+    module, hint, releases, needed = _PACKAGES[version]
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if f"{module}.".startswith(f"{error.name}."):
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return f"is not installed ({hint})"
         return f"is installed but cannot be imported ({error})"
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        return f"is installed but cannot be imported ({error})"
+    for name, arguments in needed.items():
+        function = getattr(_functions(version), name, None)
+        if function is None or not arguments <= _declared(function).keys():
+            return f"is installed in a release without {name} of {releases}"
     return None

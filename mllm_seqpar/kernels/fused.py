@@ -42,36 +42,6 @@ class AttentionArgs(NamedTuple):
     bias: Tensor | None = None
 
 
-class BlockPart:
-    """A part of a block that the operator computes at once.
-
-    Attributes:
-        batch, rows, keys: its batch items, query rows and keys.
-        causal: whether it is a causal square of more than one row.
-        is_full: whether every row attends to every key.
-        is_whole: whether it is the whole block.
-        intervals: those of the block if the piece has a mask; else None.
-    """
-
-    def __init__(self, rectangle: Rectangle, shape: tuple[int, int], intervals: Intervals | None) -> None:
-        self.batch, self.rows, self.keys, kind = rectangle
-        self.causal = kind == "causal" and self.rows.stop - self.rows.start > 1
-        self.intervals = intervals if kind == "masked" else None
-        self.is_full = not self.causal and kind != "masked"
-        self.is_whole = rectangle[:3] == (ALL, slice(0, shape[0]), slice(0, shape[1]))
-        self._masks: dict[torch.device, Tensor] = {}
-
-    def mask(self, device: torch.device) -> Tensor:
-        """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
-        assert self.intervals is not None
-        if device in self._masks:
-            return self._masks[device]
-        mask = self.intervals.expand(device, self.batch, self.rows, self.keys)
-        if mask.numel() <= KEPT_MASK:
-            self._masks[device] = mask
-        return mask
-
-
 class FusedKernel:
     """A `BlockKernel` around a fused operator.
 
@@ -86,6 +56,7 @@ class FusedKernel:
     grouped_causal = True
     mask_entries = 1 << 20
     mask_keys = 1024
+    call_entries = 0
     operator_dtype: torch.dtype | None = None
     converted_keys: int | None = None
 
@@ -116,14 +87,17 @@ class FusedKernel:
             lse = lse.contiguous()
             return (o, lse) if rows is q else (o.reshape(q.shape), lse.view(q.shape[:3]))
         pieces = self._pieces(q, k, intervals)
-        if len(pieces) == 1 and pieces[0].is_whole and not pieces[0].is_full:
-            return self._forward_piece(pieces[0], q, k, v, scale)
+        if len(pieces) == 1 and pieces[0].kind != "full" and pieces[0].is_whole(q.shape[2], k.shape[2]):
+            return self._forward_piece(pieces[0], intervals, q, k, v, scale)
         o, lse = base.empty_forward(q)
         done: dict[int | None, int] = {}  # by first batch item: no row from here on has a result
         for piece in pieces:
             at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
             some = q[at], k[of_keys], v[of_keys]
-            part = self.forward(*some, scale=scale) if piece.is_full else self._forward_piece(piece, *some, scale)
+            if piece.kind == "full":
+                part = self.forward(*some, scale=scale)
+            else:
+                part = self._forward_piece(piece, intervals, *some, scale)
             if piece.rows.start >= done.get(piece.batch.start, 0):
                 o[at], lse[at] = part
             else:
@@ -132,18 +106,9 @@ class FusedKernel:
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor | None,
-        lse: Tensor,
-        *,
-        scale: float,
-        intervals: Intervals | None = None,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, rows: base.FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
+    ) -> base.Gradients:
+        q, o, lse, do, delta = rows
         if not (q.numel() and k.numel()):
             return base.empty_backward(q, k, v)
         if o is None:
@@ -154,47 +119,48 @@ class FusedKernel:
         if intervals is None and (limit is None or k.shape[2] <= limit or q.dtype is self.operator_dtype):
             return self._backward_folded(do, q, k, v, o, lse, AttentionArgs(scale))
         pieces = self._pieces(q, k, intervals)
-        if len(pieces) == 1 and pieces[0].is_whole:
-            return self._backward_piece(pieces[0], do, q, k, v, o, lse, scale)
+        if len(pieces) == 1 and pieces[0].is_whole(q.shape[2], k.shape[2]):
+            return self._backward_piece(pieces[0], intervals, do, q, k, v, o, lse, scale)
         dq, dk, dv = base.empty_backward(q, k, v)
         for piece in pieces:
             at, of_keys = (piece.batch, ALL, piece.rows), (piece.batch, ALL, piece.keys)
-            part = self._backward_piece(piece, do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at], scale)
+            part = self._backward_piece(piece, intervals, do[at], q[at], k[of_keys], v[of_keys], o[at], lse[at], scale)
             for total, index, grad in zip((dq, dk, dv), (at, of_keys, of_keys), part, strict=True):
                 total[index] += grad
         return dq, dk, dv
 
-    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[BlockPart]:
+    def _pieces(self, q: Tensor, k: Tensor, intervals: Intervals | None) -> Sequence[Rectangle]:
         """Return what is computed one after another: the rectangles of the intervals, cut so that each bias and each
         converted copy is bounded. Those of intervals are made once for all layers."""
         repeat = q.shape[1] // k.shape[1]
         key = "pieces", self.name, q.dtype, repeat
         if intervals is not None and key in intervals.kept:
-            made: Sequence[BlockPart] = intervals.kept[key]
+            made: Sequence[Rectangle] = intervals.kept[key]
             return made
-        shape = q.shape[2], k.shape[2]
+        length = q.shape[2]
         converted = k.shape[2] if self.converted_keys is None or q.dtype is self.operator_dtype else self.converted_keys
         if intervals is None:
-            whole = Rectangle(ALL, slice(0, shape[0]), slice(0, shape[1]))
-            return [BlockPart(part, shape, None) for part in _cut(whole, shape[0], converted)]
-        pieces = list[BlockPart]()
+            return list(_cut(Rectangle(ALL, slice(0, length), slice(0, k.shape[2])), length, converted))
+        pieces = list[Rectangle]()
         for rectangle in rectangles_of(intervals):
-            row_step, key_step, width = shape[0], converted, rectangle.keys.stop - rectangle.keys.start
+            row_step, key_step, width = length, converted, rectangle.keys.stop - rectangle.keys.start
             if rectangle.kind == "masked":
                 key_step = self.mask_keys
                 row_step = max(1, self.mask_entries // (repeat * min(width, key_step)))
             rows = rectangle.rows.stop - rectangle.rows.start
             if rectangle.kind == "causal" or (rows <= row_step and width <= key_step):
-                pieces.append(BlockPart(rectangle, shape, intervals))
+                pieces.append(rectangle)
             else:
-                pieces += [BlockPart(part, shape, intervals) for part in _cut(rectangle, row_step, key_step)]
+                pieces += _cut(rectangle, row_step, key_step)
         intervals.kept[key] = pieces
         return pieces
 
-    def _forward_piece(self, piece: BlockPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _forward_piece(
+        self, piece: Rectangle, intervals: Intervals | None, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of a causal or masked piece, given its rows and keys."""
         heads, groups = q.shape[1], k.shape[1]
-        if piece.causal:
+        if piece.kind == "causal":
             args = AttentionArgs(scale, causal=True)
             if self.grouped_causal or heads == groups:
                 o, lse = self._run_forward(q, k, v, args)
@@ -202,7 +168,7 @@ class FusedKernel:
             parts = [self._run_forward(q_head, k, v, args) for q_head in _by_head_of_group(q, k)]
             o, lse = (torch.stack(part, dim=2).flatten(1, 2) for part in zip(*parts, strict=True))
             return o, lse
-        mask = piece.mask(q.device)
+        mask = _mask(piece, intervals, q.device)
         args = AttentionArgs(scale, bias=self._bias(mask, q, groups))
         o, lse = self._run_forward(q.reshape(q.shape[0], groups, -1, q.shape[3]), k, v, args)
         o, lse = o.reshape(q.shape), lse.contiguous().view(q.shape[:3])
@@ -210,14 +176,23 @@ class FusedKernel:
         return o.masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, -torch.inf)
 
     def _backward_piece(
-        self, piece: BlockPart, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        piece: Rectangle,
+        intervals: Intervals | None,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> base.Gradients:
         """Return (dq, dk, dv) of a piece, given its rows and keys."""
-        if not piece.causal:
-            if piece.intervals is None:
-                return self._backward_folded(do, q, k, v, o, lse, AttentionArgs(scale))
+        if piece.kind == "full":
+            return self._backward_folded(do, q, k, v, o, lse, AttentionArgs(scale))
+        if piece.kind == "masked":
             # Only a mask can leave a row without keys. It has no log-sum-exp that the operator could subtract.
-            args = AttentionArgs(scale, bias=self._bias(piece.mask(q.device), q, k.shape[1]))
+            args = AttentionArgs(scale, bias=self._bias(_mask(piece, intervals, q.device), q, k.shape[1]))
             return self._backward_folded(do, q, k, v, o, base.safe_lse(lse), args)
         args = AttentionArgs(scale, causal=True)
         if self.grouped_causal or q.shape[1] == k.shape[1]:
@@ -248,6 +223,17 @@ class FusedKernel:
         bias = q.new_zeros(batch, repeat, rows, width, dtype=self.operator_dtype or q.dtype)
         bias[..., :keys].masked_fill_(~mask.unsqueeze(1), -torch.inf)
         return bias.view(batch, 1, repeat * rows, width)[..., :keys]
+
+
+def _mask(piece: Rectangle, intervals: Intervals | None, device: torch.device) -> Tensor:
+    """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
+    assert intervals is not None
+    mask = piece.masks.get(device)
+    if mask is None:
+        mask = intervals.expand(device, piece.batch, piece.rows, piece.keys)
+        if mask.numel() <= KEPT_MASK:
+            piece.masks[device] = mask
+    return mask
 
 
 def _by_head_of_group(x: Tensor, k: Tensor) -> list[Tensor]:
@@ -284,6 +270,7 @@ class TorchCpuKernel(FusedKernel):
     name = "torch_cpu"
     operator_dtype = torch.float32
     converted_keys = 8192
+    call_entries = 4096
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         if q.device.type != "cpu":
@@ -306,8 +293,8 @@ class TorchCpuKernel(FusedKernel):
 
 def _operands(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors in float32 with unit stride in the last dim."""
-    found = []
+    operands = []
     for x in tensors:
         x = x.float()
-        found.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
-    return found
+        operands.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return operands

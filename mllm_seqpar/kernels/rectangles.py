@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,38 +22,41 @@ MAX_WASTE = 1.25
 """Rows are cut until computed / visible entries are at most this."""
 
 
-class Rectangle(NamedTuple):
+@dataclass(frozen=True)
+class Rectangle:
     """Batch items, query rows and keys of one part of a block.
 
-    Kind "full": every row attends to every key. "causal": as many rows as keys, row i attends to keys up to i.
-    "masked": as the intervals say.
+    Kind "full": every row attends to every key. "causal": as many rows as keys and more than one, row i attends to keys
+    up to i. "masked": as the intervals say; `masks` are small ones that are kept for all layers.
     """
 
     batch: slice
     rows: slice
     keys: slice
     kind: Literal["full", "causal", "masked"] = "full"
+    masks: dict[torch.device, Tensor] = field(default_factory=dict, compare=False)
+
+    def is_whole(self, rows: int, keys: int) -> bool:
+        """Return whether it is a whole block of so many rows and keys."""
+        return (self.batch, self.rows, self.keys) == (slice(None), slice(0, rows), slice(0, keys))
 
 
 def rectangles_of(intervals: Intervals) -> tuple[Rectangle, ...]:
     """Return the rectangles of a block, which are disjoint and cover all that is visible; made once for all layers."""
     if "rectangles" not in intervals.kept:
-        items = intervals.low.shape[0]
-        found: list[Rectangle] = []
+        (items, length), every = intervals.low.shape, slice(None)
+        rectangles: list[Rectangle] = []
         if intervals.layers:  # the whole is cheaper than the many rectangles of each layer
-            found, items = (
-                [Rectangle(slice(None), slice(0, intervals.low.shape[1]), slice(*intervals.span), "masked")],
-                0,
-            )
+            rectangles.append(Rectangle(every, slice(0, length), slice(*intervals.span), "masked"))
         elif intervals.is_causal:
-            whole = slice(0, intervals.keys)
-            found, items = [Rectangle(slice(None), whole, whole, "causal")], 0
-        for item in range(items):
-            batch = slice(item, item + 1) if items > 1 else slice(None)
-            found.extend(_rectangles_of_rows(batch, intervals.low[item], intervals.high[item]))
-        intervals.kept["rectangles"] = tuple(found)
-    rectangles: tuple[Rectangle, ...] = intervals.kept["rectangles"]
-    return rectangles
+            rectangles.append(Rectangle(every, slice(0, length), slice(0, length), "causal" if length > 1 else "full"))
+        else:
+            for item in range(items):
+                batch = slice(item, item + 1) if items > 1 else every
+                rectangles.extend(_rectangles_of_rows(batch, intervals.low[item], intervals.high[item]))
+        intervals.kept["rectangles"] = tuple(rectangles)
+    made: tuple[Rectangle, ...] = intervals.kept["rectangles"]
+    return made
 
 
 def _rectangles_of_rows(batch: slice, low: Tensor, high: Tensor) -> Iterator[Rectangle]:
@@ -84,23 +88,17 @@ def _rectangles_of_rows(batch: slice, low: Tensor, high: Tensor) -> Iterator[Rec
             continue
         left, right = min(firsts[rows]), max(highs[rows])
         if (bottom - top) * (right - left) <= MAX_WASTE * (visible[bottom] - visible[top]) and last - first != 1:
-            yield from _of_group(batch, rows, left, right, max(lows[rows]), min(highs[rows]))
+            inner = slice(max(lows[rows]), min(highs[rows]))  # the keys that all rows attend to
+            if inner.start >= inner.stop:
+                yield Rectangle(batch, rows, slice(left, right), "masked")
+                continue
+            yield Rectangle(batch, rows, inner)
+            for side in (slice(left, inner.start), slice(inner.stop, right)):
+                if side.start < side.stop:
+                    yield Rectangle(batch, rows, side, "masked")
             continue
         middle = (top + bottom) // 2
         if first < last:
             place = bisect_left(borders, middle, first, last)
             middle = borders[min(max(place, first), last - 1)]
         ranges += [(middle, bottom), (top, middle)]
-
-
-def _of_group(
-    batch: slice, rows: slice, left: int, right: int, inner_left: int, inner_right: int
-) -> Iterator[Rectangle]:
-    """Yield a full rectangle of the keys that all rows attend to, and masked ones of those on either side."""
-    if inner_left >= inner_right:
-        yield Rectangle(batch, rows, slice(left, right), "masked")
-        return
-    yield Rectangle(batch, rows, slice(inner_left, inner_right))
-    for start, stop in ((left, inner_left), (inner_right, right)):
-        if start < stop:
-            yield Rectangle(batch, rows, slice(start, stop), "masked")

@@ -48,10 +48,12 @@ class CudaKernel(FusedKernel):
         dtypes: input dtypes of the operator.
         oldest: oldest compute capability of the operator.
         nvidia_only: False if AMD GPUs are supported too.
+        takes_masks: whether the operator takes masks other than causal squares.
     """
 
     mask_entries = 1 << 26
     mask_keys = 1 << 16
+    takes_masks = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     oldest = (8, 0)
     nvidia_only = True
@@ -69,10 +71,12 @@ class CudaKernel(FusedKernel):
         vector = 8 if q.element_size() == 2 else 4
         if q.shape[-1] % vector:
             return f"needs a head dim that is a multiple of {vector} in {q.dtype}, got {q.shape[-1]}"
-        return self._unsupported_shape(q.shape[-1], intervals is not None and not intervals.is_causal, capability)
+        if not (self.takes_masks or intervals is None or intervals.is_causal):
+            return "takes no mask"
+        return self._unsupported_here(q.shape[-1], capability)
 
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-        """Return why the operator does not take this head dim, or a mask other than a causal square (`masked`)."""
+    def _unsupported_here(self, dim: int, capability: tuple[int, int]) -> str | None:
+        """Return why the operator does not take this head dim, or cannot run on this machine, or None."""
         return None
 
 
@@ -81,16 +85,15 @@ class CudaFlashKernel(CudaKernel):
 
     name = "cuda_flash"
 
-    def _unsupported_shape(self, dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
+    def _unsupported_here(self, dim: int, capability: tuple[int, int]) -> str | None:
         active = activated_flash()
         if active is None:
-            return flash2_unsupported_reason(dim, masked, capability) or (
+            return flash_unsupported_reason(2, dim, capability) or (
                 None if torch.backends.cuda.is_flash_attention_available() else "is not built into this torch"
             )
-        rules = {"FA3": flash3_unsupported_reason, "FA4": flash4_unsupported_reason}
-        if active not in rules:
+        if active not in ("FA3", "FA4"):
             return f"runs {active!r}, activated in torch; only FA3, FA4 and torch's own are known to be right here"
-        reason = rules[active](dim, masked, capability)
+        reason = flash_unsupported_reason(int(active[2]), dim, capability)
         return reason and f"runs {active}, activated in torch, which {reason}"
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -115,6 +118,7 @@ class CudaEfficientKernel(CudaKernel):
 
     name = "cuda_efficient"
     grouped_causal = False
+    takes_masks = True
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     oldest = (5, 0)
 
@@ -155,41 +159,23 @@ def _spread(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 
-def flash2_unsupported_reason(dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-    """Return why FlashAttention 2 cannot compute a block, or None."""
-    if masked:
-        return "takes no mask"
-    if dim > 256:
-        return f"takes head dims up to 256, got {dim}"
-    if 192 < dim <= 224 and capability not in ((8, 0), (9, 0), (10, 0), (10, 3)):
+def flash_unsupported_reason(version: int, dim: int, capability: tuple[int, int]) -> str | None:
+    """Return why FlashAttention 2, 3 or 4 cannot compute blocks of a head dim, or None; see the table above."""
+    major, minor = capability
+    limit, where = 256, ""
+    if version == 2 and 192 < dim <= 224 and capability not in ((8, 0), (9, 0), (10, 0), (10, 3)):
         # Backward needs more shared memory for these than consumer GPUs have.
-        return f"does not differentiate head dims 193 to 224 on compute capability {capability[0]}.{capability[1]}"
-    return None
-
-
-def flash3_unsupported_reason(dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-    """Return why FlashAttention 3 cannot compute a block, or None."""
-    if masked:
-        return "takes no mask"
-    if capability[0] != 9:
-        return f"needs compute capability 9.x (Hopper), got {capability[0]}.{capability[1]}"
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    limit = 192 if deterministic else 256
-    if dim > limit:
-        return f"takes head dims up to {limit}{' with deterministic algorithms' if deterministic else ''}, got {dim}"
-    return None
-
-
-def flash4_unsupported_reason(dim: int, masked: bool, capability: tuple[int, int]) -> str | None:
-    """Return why FlashAttention 4 cannot compute a block, or None."""
-    if masked:
-        return "takes no mask"
-    if capability[0] not in (9, 10):
-        return f"needs compute capability 9.x or 10.x, got {capability[0]}.{capability[1]}"
-    limit = 256 if capability[0] == 9 else 128
-    if dim > limit:
-        return f"takes head dims up to {limit} on compute capability {capability[0]}.x, got {dim}"
-    return None
+        return f"does not differentiate head dims 193 to 224 on compute capability {major}.{minor}"
+    if version == 3:
+        if major != 9:
+            return f"needs compute capability 9.x (Hopper), got {major}.{minor}"
+        if torch.are_deterministic_algorithms_enabled():
+            limit, where = 192, " with deterministic algorithms"
+    if version == 4:
+        if major not in (9, 10):
+            return f"needs compute capability 9.x or 10.x, got {major}.{minor}"
+        limit, where = 256 if major == 9 else 128, f" on compute capability {major}.x"
+    return f"takes head dims up to {limit}{where}, got {dim}" if dim > limit else None
 
 
 def activated_flash() -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mllm_seqpar.masks.intervals import Intervals
 
-from .base import delta_of, empty_backward, empty_forward
+from .base import FinalRows, Gradients, empty_backward, empty_forward
 from .triton_launches import unsupported_device
 
 
@@ -20,6 +20,7 @@ class TritonIntervalsKernel:
     """Attention over intervals of keys for NVIDIA GPUs from compute capability 8.0. See `BlockKernel`."""
 
     name = "triton_intervals"
+    call_entries = 0
 
     def unsupported_reason(self, q: Tensor, k: Tensor, intervals: Intervals | None = None) -> str | None:
         problem = unsupported_device(q.device)
@@ -38,20 +39,12 @@ class TritonIntervalsKernel:
         return torch.ops.mllm_seqpar.interval_attention(q, k, v, low, high, scale)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor | None,
-        lse: Tensor,
-        *,
-        scale: float,
-        intervals: Intervals | None = None,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, rows: FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
+    ) -> Gradients:
+        q, _, lse, do, delta = rows.with_delta()
         if not (q.numel() and k.numel()):
             return empty_backward(q, k, v)
         low, high = (None, None) if intervals is None else intervals.on(q.device)
-        rows = lse.contiguous(), delta_of(do, o, delta).contiguous()
-        return torch.ops.mllm_seqpar.interval_attention_backward(do, q, k, v, low, high, *rows, scale)
+        assert delta is not None
+        of_rows = lse.contiguous(), delta.contiguous()
+        return torch.ops.mllm_seqpar.interval_attention_backward(do, q, k, v, low, high, *of_rows, scale)

@@ -49,15 +49,14 @@ class FrameMask:
         Raises:
             MaskError: wrong shapes or dtypes, or a row that attends to frames that do not exist.
         """
-        if not (isinstance(first, Tensor) and isinstance(stop, Tensor)):
+        tensors = isinstance(first, Tensor) and isinstance(stop, Tensor) and first.shape == stop.shape
+        if not tensors or first.dim() != 2 or first.is_floating_point() or stop.is_floating_point():
+            given = [
+                f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in (first, stop)
+            ]
             raise MaskError(
-                f"FrameMask.from_intervals: first is {type(first).__name__}, stop is {type(stop).__name__}; both must "
-                "be tensors of integers"
-            )
-        if first.shape != stop.shape or first.dim() != 2 or first.is_floating_point() or stop.is_floating_point():
-            raise MaskError(
-                f"FrameMask.from_intervals: first is {tuple(first.shape)} {first.dtype}, stop is {tuple(stop.shape)} "
-                f"{stop.dtype}; both must be integers of shape (batch, query rows)"
+                f"FrameMask.from_intervals: first is {given[0]}, stop is {given[1]}; both must be tensors of integers "
+                "of shape (batch, query rows)"
             )
         sizes = _sizes("from_intervals", tokens_per_frame, total_frames)
         first, stop = first.detach().long().cpu(), stop.detach().long().cpu()

@@ -63,8 +63,10 @@ class Intervals:
     @classmethod
     def joined(cls, layers: Sequence[Intervals]) -> Intervals:
         """Return disjoint layers of a block as one, for kernels that expand a mask anyway."""
-        low = _broadcast([torch.where(layer.high > layer.low, layer.low, layer.keys) for layer in layers]).amin(0)
-        hull = cls(low, _broadcast([layer.high for layer in layers]).amax(0), layers[0].keys)
+        lows = [torch.where(layer.high > layer.low, layer.low, layer.keys) for layer in layers]
+        bounds = torch.stack(torch.broadcast_tensors(*lows, *(layer.high for layer in layers)))
+        low, high = bounds[: len(layers)].amin(0), bounds[len(layers) :].amax(0)
+        hull = cls(low, high, layers[0].keys)
         hull.layers, items = tuple(layers), low.shape[0]
         hull.visible = sum(layer.visible * items // layer.low.shape[0] for layer in layers)
         hull.is_full = hull.visible == low.numel() * hull.keys
@@ -121,8 +123,14 @@ class Intervals:
 
     def expand(self, device: torch.device, batch: slice, rows: slice, keys: slice) -> Tensor:
         """Return the mask (items, rows, keys) bool of a part of the block, True where visible; `keys` has both ends."""
-        if self.layers:
-            return _expanded(self.layers, rows, keys).to(device)
+        if self.layers:  # where more intervals have begun than ended
+            width, items = keys.stop - keys.start, max(layer.low.shape[0] for layer in self.layers)
+            edges = torch.zeros(items, self.low[:, rows].shape[1], width + 1, dtype=torch.int8)
+            for layer in self.layers:
+                for bound, step in ((layer.low, 1), (layer.high, -1)):
+                    place = (bound[:, rows].long() - keys.start).clamp_(0, width).expand(items, -1).unsqueeze(-1)
+                    edges.scatter_add_(-1, place, edges.new_tensor(step).expand_as(place))
+            return (edges.cumsum(-1, dtype=torch.int8)[..., :width] > 0).to(device)
         low, high = (x[batch, rows].unsqueeze(-1) for x in self.on(device))
         key = torch.arange(keys.start, keys.stop, device=device, dtype=low.dtype)
         return (key >= low) & (key < high)
@@ -133,21 +141,6 @@ class Intervals:
             return Intervals.joined([layer.part(rows, keys) for layer in self.layers])
         first, stop = (0, self.keys) if keys is None else keys
         return Intervals(self.low[:, rows] - first, self.high[:, rows] - first, stop - first)
-
-
-def _broadcast(bounds: Sequence[Tensor]) -> Tensor:
-    return torch.stack(torch.broadcast_tensors(*bounds))
-
-
-def _expanded(layers: Sequence[Intervals], rows: slice, keys: slice) -> Tensor:
-    """Return the mask (items, rows, keys) bool of disjoint layers: where more intervals have begun than ended."""
-    width, items = keys.stop - keys.start, max(layer.low.shape[0] for layer in layers)
-    edges = torch.zeros(items, layers[0].low[:, rows].shape[1], width + 1, dtype=torch.int8)
-    for layer in layers:
-        for bound, step in ((layer.low, 1), (layer.high, -1)):
-            place = (bound[:, rows].long() - keys.start).clamp_(0, width).expand(items, -1).unsqueeze(-1)
-            edges.scatter_add_(-1, place, edges.new_tensor(step).expand_as(place))
-    return edges.cumsum(-1, dtype=torch.int8)[..., :width] > 0
 
 
 BlockMask = tuple[Intervals, ...] | None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
-from mllm_seqpar.kernels import KernelOption, KernelRate, choose_kernel, kernel_names
+from mllm_seqpar.kernels import FinalRows, KernelOption, KernelRate, choose_kernel, kernel_names
 from mllm_seqpar.masks import Intervals
 
 from .cluster import Cluster
@@ -210,11 +210,11 @@ class _Meter:
         kernel, _ = choose_kernel(shape.kernel, q, k, mask)
         options: dict[str, Any] = {"scale": shape.dim**-0.5, "intervals": mask}
         o, lse = kernel.forward(q, k, v, **options)
-        o, entries = o.to(q.dtype), rows * keys if mask is None else mask.visible
+        final, entries = FinalRows(q, o.to(q.dtype), lse, do), rows * keys if mask is None else mask.visible
         return _Block(
             kernel.name,
             lambda: kernel.forward(q, k, v, **options),
-            lambda: kernel.backward(do, q, k, v, o, lse, **options),
+            lambda: kernel.backward(final, k, v, **options),
             entries * shape.heads * shape.dim,
         )
 

@@ -81,26 +81,19 @@ def symmetry_period(spec: ParallelSpec, ranks: int, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One direction of one attention call with a spec on a cluster.
+    """One direction of one attention call with a spec on a cluster."""
 
-    Attributes:
-        problem: the shapes of the call; `rank` is ignored.
-        visible: fraction of visible entries, for all blocks or for each (0.5 for balanced causal layouts).
-        visible_rows: the argument of `mesh_bytes`, for LV-XAttn only: Q shards are sent among all pairs, and of each
-            only the rows that attend to a key of the receiver.
-        visual: the projection of K and V from visual features; None if K and V are given.
-        masked: whether blocks have frame masks, which kernels compute at rates of their own.
-    """
-
-    problem: Problem
+    problem: Problem  # `rank` is ignored
     spec: ParallelSpec
     cluster: Cluster
     _: KW_ONLY
     backward: bool
-    visible: VisibleFraction = 1.0
+    visible: VisibleFraction = 1.0  # 0.5 for balanced causal layouts
+    # The argument of `mesh_bytes`, for LV-XAttn only: Q shards are sent among all pairs, and of each only the rows that
+    # attend to a key of the receiver.
     visible_rows: Sequence[Sequence[int]] | None = None
-    visual: VisualProjection | None = None
-    masked: bool = False
+    visual: VisualProjection | None = None  # None if K and V are given
+    masked: bool = False  # whether blocks have frame masks, which kernels compute at rates of their own
 
     @property
     def cost(self) -> Cost:

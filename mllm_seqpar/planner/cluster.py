@@ -146,19 +146,13 @@ def cluster_text(cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the slowest rank, including transfers, and the largest number of bytes that any rank sends.
-
-    Attributes:
-        exposed: seconds in which a rank waits for transfers or for other ranks.
-        hidden: seconds of transfers that run under computation.
-        node_bytes, network_bytes: bytes sent inside the node and to other nodes.
-    """
+    """Seconds of the slowest rank, including transfers, and the largest number of bytes that any rank sends."""
 
     seconds: float = 0.0
-    exposed: float = 0.0
-    hidden: float = 0.0
-    node_bytes: int = 0
-    network_bytes: int = 0
+    exposed: float = 0.0  # a rank waits for transfers or for other ranks
+    hidden: float = 0.0  # transfers run under computation
+    node_bytes: int = 0  # sent inside the node
+    network_bytes: int = 0  # sent to other nodes
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(add, vars(self).values(), vars(other).values()))

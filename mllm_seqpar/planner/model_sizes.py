@@ -141,6 +141,11 @@ class VisionSizes(Description):
             raise ConfigError(f"{self.full_layers} full_layers are more than {self.layers} layers")
 
     @property
+    def merged(self) -> int:
+        """Tokens of the tower in a visual token."""
+        return self.tokens // (self.keys - self.separators)
+
+    @property
     def parameters(self) -> int:
         return self.layers * (4 * self.width**2 + self.mlp_matrices * self.width * self.mlp_inner)
 
@@ -160,21 +165,13 @@ class ResamplerSizes(Description):
 
 
 class LinearLayers(NamedTuple):
-    """Linear layers of all equal layers of one kind.
+    """Linear layers of all equal layers of one kind."""
 
-    Attributes:
-        target: what adapters name them by: attention, mlp, cross, or connector (behind the tower).
-        part: the part of a step that they belong to.
-        layers: the number of equal layers.
-        channels: (input, output) of each linear layer of one of them.
-        visual: whether they compute on visual tokens, `VisionSizes.keys` to a frame, instead of text tokens.
-    """
-
-    target: str
-    part: str
+    target: str  # what adapters name them by: attention, mlp, cross, or connector (behind the tower)
+    part: str  # of a step
     layers: int
-    channels: tuple[tuple[int, int], ...]
-    visual: bool = False
+    channels: tuple[tuple[int, int], ...]  # (input, output) of each linear layer of one of them
+    visual: bool = False  # computed on visual tokens, `VisionSizes.keys` to a frame, instead of text tokens
 
     @property
     def parameters(self) -> int:
@@ -226,17 +223,12 @@ class ModelSizes(Description):
             )
         if count <= self.vision.separators:
             raise ConfigError(f"frame_tokens: {count} is not above the {self.vision.separators} separators of a frame")
-        tokens = (count - self.vision.separators) * self._patches
+        tokens = (count - self.vision.separators) * self.vision.merged
         return replace(self, vision=replace(self.vision, tokens=tokens, keys=count))
-
-    @property
-    def _patches(self) -> int:
-        """Tokens of the tower in a visual token."""
-        return self.vision.tokens // (self.vision.keys - self.vision.separators)
 
     def tokens_of_image(self, height: int, width: int) -> int:
         """Return the visual tokens of an image whose sides are rounded to whole tokens (`keys_vary`)."""
-        side = self.vision.patch * isqrt(self._patches)
+        side = self.vision.patch * isqrt(self.vision.merged)
         return max(1, round(height / side)) * max(1, round(width / side)) + self.vision.separators
 
     @cached_property

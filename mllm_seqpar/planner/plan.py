@@ -51,21 +51,14 @@ class StrategyPlan(Passes):
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimates of all strategies for one workload on one cluster.
-
-    Attributes:
-        rows: one per strategy, of self-attention in a decoder-only model; rows that fit come first, the fastest first.
-        illegal: the reason by strategy.
-        text: the spec of self-attention, the same in all rows; of the first one in a decoder-only model.
-        min_gpus: the smallest power of two of GPUs on which `preferred`, which needs the least memory, fits; or None.
-    """
+    """The estimates of all strategies for one workload on one cluster."""
 
     workload: Workload
     cluster: Cluster
-    rows: tuple[StrategyPlan, ...]
-    illegal: Mapping[str, str]
-    text: ParallelSpec
-    min_gpus: int | None
+    rows: tuple[StrategyPlan, ...]  # of the part that is `compared`; those that fit come first, the fastest first
+    illegal: Mapping[str, str]  # the reason by strategy
+    text: ParallelSpec  # of self-attention, the same in all rows; of the first one in a decoder-only model
+    min_gpus: int | None  # the smallest power of two on which `preferred`, which needs the least memory, fits
 
     def cores_per_gpu(self, row: StrategyPlan) -> float:
         """Return how many cores decode the videos of a step, for each GPU, while the step runs."""

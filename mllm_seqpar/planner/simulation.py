@@ -21,33 +21,23 @@ from .cluster import Cluster
 
 
 class Phase(NamedTuple):
-    """One step of one rank.
+    """One step of one rank. Between two ranks, transfers match in the order of posting."""
 
-    Attributes:
-        seconds: the time that its blocks take.
-        sends: (to, bytes) of each transfer that it posts. Between two ranks, transfers match in the order of posting.
-        sources: the rank that sends, for each transfer that arrives.
-    """
-
-    seconds: float = 0.0
-    sends: tuple[tuple[int, int], ...] = ()
-    sources: tuple[int, ...] = ()
+    seconds: float = 0.0  # the time that its blocks take
+    sends: tuple[tuple[int, int], ...] = ()  # (to, bytes) of each transfer that it posts
+    sources: tuple[int, ...] = ()  # the rank that sends, for each transfer that arrives
 
 
 @dataclass(slots=True)
 class RankTimeline:
-    """What one rank does until it ends after `seconds`, `computing` of which it computes.
-
-    `exposed` are the seconds in which it waits, `hidden` those in which it computes while its step's transfers are in
-    flight. `spans` are (kind, start, end) of what it does: "compute", "wait", and "transfer" of what it sends.
-    """
+    """What one rank does until it ends after `seconds`."""
 
     seconds: float = 0.0
-    computing: float = 0.0
-    exposed: float = 0.0
-    hidden: float = 0.0
+    exposed: float = 0.0  # it waits
+    hidden: float = 0.0  # it computes while its step's transfers are in flight
     node_bytes: int = 0
     network_bytes: int = 0
+    # (kind, start, end) of what it does: "compute", "wait", and "transfer" of what it sends
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     # During the simulation: the step, when it began, its transfers that have not ended, and when the last one ended.
     step: int = field(default=-1, repr=False)
@@ -172,7 +162,6 @@ def simulate(phases: Sequence[Sequence[Phase]], ranks: int, cluster: Cluster) ->
         first = state.begin if serial < 1.0 else end - busy
         spans = ("wait", state.begin, first), ("compute", first, first + busy), ("wait", first + busy, end)
         state.spans += [span for span in spans if span[2] > span[1]]
-        state.computing += busy
         state.exposed += end - state.begin - busy
         state.hidden += max(0.0, moving + busy - (end - state.begin))
         at(end, partial(begin_step, rank))

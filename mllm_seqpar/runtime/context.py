@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,24 +62,17 @@ class SeqParContext:
     assumed_alone: bool = False
     records: list[Record] = field(default_factory=list, repr=False)
     frames_seen: int = field(default=0, init=False, repr=False)
-    _text_specs: dict[Hashable, dict[Hashable, CallSpec]] = field(default_factory=dict, init=False, repr=False)
+    specs_of_plain_text: Callable[[type, int], dict[Hashable, CallSpec]] = field(init=False, repr=False)
+    """(class of the shards, length) -> the specs of causal text without padding or packing, by shape, of all passes."""
     _passes: Counter[bool] = field(default_factory=Counter, init=False, repr=False)
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.specs_of_plain_text = functools.lru_cache(KEPT_LENGTHS)(lambda kind, length: {})
 
     def recorder(self, running: Any, rows: Rows) -> Recorder | None:
         """Return what records a part of the rows of a pass (`Record.begin_rows`), if something does."""
         return self.records[-1].begin_rows(running, rows) if self.records else None
-
-    def specs_of_plain_text(self, kind: type, length: int) -> dict[Hashable, CallSpec]:
-        """Return the specs of causal text of a length without padding or packing, by shape: all passes share them.
-
-        `kind` is the class of its shards.
-        """
-        specs = self._text_specs.pop((kind, length), {})
-        self._text_specs[kind, length] = specs  # the last one used
-        if len(self._text_specs) > KEPT_LENGTHS:
-            del self._text_specs[next(iter(self._text_specs))]
-        return specs
 
     def require_same_world(self) -> None:
         """Raise ConfigError if a process group of several ranks was created after patching for a single process."""

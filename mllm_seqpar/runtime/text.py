@@ -22,7 +22,7 @@ from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm import Communicator
 from mllm_seqpar.masks import BlockMask, BlockMasks
 from mllm_seqpar.masks.block_masks import text_mask, text_masks
-from mllm_seqpar.sharding import gather_sequence, padded_length, sequence_positions, shard_sequence
+from mllm_seqpar.sharding import gather_sequence, padded_length, sequence_positions, take_slices, token_slices
 
 
 class TextShards:
@@ -56,6 +56,7 @@ class TextShards:
         self.batch, self.length, self.comm, self.layout = batch, length, comm, layout
         self.padded = padded_length(length, comm.size, layout)
         self.local = self.padded // comm.size
+        self._slices = token_slices(self.padded, comm.rank, comm.size, layout)
         valid = None if valid is None else valid.cpu().bool()
         self.valid = None if valid is None or bool(valid.all()) else valid
         self._first = None if first is None else first.long().cpu()
@@ -77,7 +78,8 @@ class TextShards:
 
     def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...), the same on every rank -> this rank's (..., s, ...), padded with `fill`. Differentiable."""
-        return shard_sequence(self.pad(x, dim, fill), dim, self.comm, self.layout)
+        x = self.pad(x, dim, fill)
+        return x if self.comm.size == 1 else take_slices(x, dim, self._slices)
 
     def pad(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """(..., L, ...) -> (..., P, ...)."""

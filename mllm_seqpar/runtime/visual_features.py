@@ -82,17 +82,10 @@ class VisualFeatures:
             keys = RecomputedKeys(spec, self, project, dtype)
             if torch.is_grad_enabled() or keys.is_random:  # the same random numbers with and without gradients
                 return keys
-        if not torch.is_grad_enabled():
-            return GivenKeys(spec, *self.keys_values(project, dtype))
-        # At once, for autograd to save.
-        project_whole = functools.partial(_projected, project, index=self.index, dtype=dtype)
-        return GivenKeys(spec, *call_within(fsdp_units_among(project.modules), project_whole, self.features))
+        return GivenKeys(spec, *self.keys_values(project, dtype))
 
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode.
-
-        Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
-        """
+        """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode."""
         within = fsdp_units_among(project.modules)
         return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
@@ -111,17 +104,17 @@ def unit_chunks(features: Tensor) -> list[slice]:
 _WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
 
 
-def _projected(project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    k, v = project(features, index)
-    return k.to(dtype).contiguous(), v.to(dtype).contiguous()
-
-
 def project_chunks(
     project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return k and v (1, G, units * tokens, D), contiguous.
+
+    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    """
     chunks, tokens = unit_chunks(features), features.shape[1]
-    if len(chunks) == 1:
-        return _projected(project, features, index, dtype)
+    if len(chunks) == 1 or torch.is_grad_enabled():
+        k, v = project(features, index)
+        return k.to(dtype).contiguous(), v.to(dtype).contiguous()
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
@@ -138,11 +131,9 @@ class RecomputedKeys(WholeKeys):
     """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
-        spec: how the group attends to these keys.
         visual: the shared features of this rank.
         project: how k and v are projected.
         dtype: dtype of k and v, that of the queries.
-        modules: those of the projection.
     """
 
     spec: CallSpec

@@ -44,8 +44,6 @@ def schedule_for(
 
     Args:
         mesh_shape: how many Q shards and KV shards a rank computes with.
-        rank: the rank.
-        backward: which pass.
         ranks: the ranks in the order of the ring, or by position in a mesh; None: 0, 1, 2, ...
         direct: send Q shards point to point, see `direct_schedule`; for (n, 1) only.
         overlap_ratios: what the order of a mesh is optimised for. None: every transfer takes as long as a block.

@@ -133,9 +133,7 @@ def mesh_bytes(
     the K and V of all ranks of its KV group but the next one, where they end, and the dK and dV of all but its own.
 
     Args:
-        problem: the call.
         mesh_shape: (a, b) with a * b ranks; (n, 1) is LV-XAttn and (1, n) Ring Attention.
-        backward: which pass.
         visible_rows: with a mask, visible_rows[i][j] is the number of rows of rank i that attend to any key of rank j;
             for (n, 1) only. If batch items share their keys (key_batch 1), it counts the rows of all items, else the
             row numbers that do so in any item. None: every row attends to keys of every rank.
@@ -200,10 +198,8 @@ def ulysses_bytes(problem: Problem, mesh_shape: MeshShape = (1, 1), *, backward:
     """Return the bytes that Ulysses sends per rank and call, by label: q, k, v, o, lse; backward do, dq, dk, dv.
 
     Args:
-        problem: the call.
         mesh_shape: (a, b) of the hybrid: heads are sharded over groups of u = n / (a b) consecutive ranks, and the
             groups exchange Q and KV as a mesh of this shape.
-        backward: which pass.
     """
     size = problem.ranks // (mesh_shape[0] * mesh_shape[1])
     shards = HeadShards(problem.heads, problem.kv_heads, size)

@@ -131,15 +131,15 @@ class _Search:
 
     def _input_transfers(self) -> list[Transfer]:
         missing: list[Axis] = [axis for axis in self.size if self.arrived[axis] < self.size[axis]]
-        missing.sort(key=self._unlocked_per_cost, reverse=True)
+
+        def unlocked_per_cost(axis: Axis) -> float:
+            """Return the blocks that the next shard of `axis` unlocks over the blocks that hide its transfer."""
+            return self.arrived["kv" if axis == "q" else "q"] / max(self.overlap_ratios.of("input", axis), 1e-9)
+
+        missing.sort(key=unlocked_per_cost, reverse=True)
         if self.overlap_ratios.one_link:
             missing = missing[:1]
         return [_one_hop("input", axis, self.arrived[axis] - 1) for axis in missing]
-
-    def _unlocked_per_cost(self, axis: Axis) -> float:
-        """Return the blocks that the next shard of `axis` unlocks over the blocks that hide its transfer."""
-        unlocked = self.arrived["kv" if axis == "q" else "q"]
-        return unlocked / max(self.overlap_ratios.of("input", axis), 1e-9)
 
     def _result_transfers(self) -> list[Transfer]:
         complete = [result for result in self._next_results() if not self._unfinished(result)]

@@ -73,7 +73,6 @@ def resolve_tile(strategy: str, tile: MeshShape | None, size: int) -> tuple[Mesh
         tile: for "mesh", (a, b) with a * b = size, or None for any (the mesh shape returned is then None). For
             "ulysses", None to shard the heads over all ranks, or (a, b) for the hybrid with the mesh shape (a, b) over
             groups of size / (a * b) ranks that shard the heads.
-        size: number of ranks.
 
     Raises:
         ConfigError: the tile does not fit the number of ranks.

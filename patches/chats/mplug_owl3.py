@@ -90,7 +90,11 @@ class MPlugOwl3Chats(ChatFamily):
         pairs = [
             pair for messages, sources in zip(conversations, media, strict=True) for pair in media_of(messages, sources)
         ]
-        grids = [_grid(source) for kind, source in pairs if kind == "image"]
+        grids = []
+        for source in (source for kind, source in pairs if kind == "image"):
+            grids.append(getattr(source, "grid", None))  # None for an image that is one frame
+            if grids[-1] is None and len(source) != 1:
+                raise DataError(f"an image was given {len(source)} frames; pass one image, or show several as a video")
         encoded = self.processor.encode(
             conversations,
             frames_per_video=[len(source) for kind, source in pairs if kind == "video"],
@@ -151,11 +155,3 @@ class MPlugOwl3Chats(ChatFamily):
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {"image_embeds": features, "visual_shard": shard}
-
-
-def _grid(source: FrameSource) -> tuple[int, int] | None:
-    """Return the grid that an image is cut into, or None for an image that is one frame."""
-    grid = getattr(source, "grid", None)
-    if grid is None and len(source) != 1:
-        raise DataError(f"an image was given {len(source)} frames; pass one image, or show several as a video")
-    return grid

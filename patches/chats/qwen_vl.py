@@ -27,6 +27,7 @@ from mllm_seqpar.adapting import (
     FeatureFrames,
     FrameShard,
     FrameSource,
+    ImageListSource,
     Messages,
     answer_spans,
     media_of,
@@ -38,27 +39,8 @@ from mllm_seqpar.patches.qwen_vl import FEATURES, GRIDS, PIXELS
 _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 
 
-@dataclass(frozen=True)
-class StillImage(FrameSource):
+class StillImage(ImageListSource):
     """A still image, one temporal patch; a list of images as a video is not one."""
-
-    source: FrameSource
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def sizes(self) -> list[tuple[int, int]]:
-        return self.source.sizes()
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    def key(self) -> str:
-        return self.source.key()
-
-    def read(self, start: int, stop: int, *, size: Any = None, batch: int = 16) -> Iterator[Tensor]:
-        return self.source.read(start, stop, size=size, batch=batch)
 
 
 @dataclass(frozen=True)
@@ -116,8 +98,8 @@ class QwenVLChats(ChatFamily):
     passes_times = False
     fps_of_pictures = 2.0
 
-    def still_frames(self, image: FrameSource) -> FrameSource:
-        return StillImage(image)
+    def still_frames(self, image: ImageListSource) -> FrameSource:
+        return StillImage(image.images)
 
     def frame_groups(self, source: FrameSource) -> FrameSource:
         frames = 1 if isinstance(source, StillImage) else self._videos.temporal_patch_size
@@ -213,7 +195,7 @@ class QwenVLChats(ChatFamily):
     def seconds(self, source: FrameSource) -> list[float]:
         """Return the times of the frames."""
         times = (source.seconds(index) for index in range(len(source)))
-        return [index / self.fps_of_pictures if found is None else found for index, found in enumerate(times)]
+        return [index / self.fps_of_pictures if time is None else time for index, time in enumerate(times)]
 
     def marked(self, messages: Sequence[Any], open_answer: bool) -> str:
         """Return the text of messages, with the mark of the chat template for each medium."""
@@ -270,8 +252,8 @@ class QwenVLChats(ChatFamily):
         (given,) = frames
         patch = self._videos.patch_size
         grid = torch.tensor([[len(given), given.shape[2] // patch, given.shape[3] // patch]])
-        found: Tensor = self.family(model, None).encode(self._patches(given).flatten(0, 1), grid)
-        return found.unflatten(0, (len(given), -1))
+        features: Tensor = self.family(model, None).encode(self._patches(given).flatten(0, 1), grid)
+        return features.unflatten(0, (len(given), -1))
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {FEATURES: features.flatten(0, -2), "visual_shard": shard}

@@ -20,20 +20,12 @@ TRAINED = "language_model"
 
 
 class Model:
-    """A model, its inputs, and what is measured of it.
-
-    Attributes:
-        forwards, steps: frames and text tokens of the passes.
-        growth: two numbers of frames and the text tokens, for the growth of memory.
-        unpatched_up_to: by pass, the most frames for which the unpatched model is run, whose masks are dense.
-    """
-
     name: str
     model: Any
-    forwards: Sequence[tuple[int, int]]
+    forwards: Sequence[tuple[int, int]]  # frames and text tokens of the passes
     steps: Sequence[tuple[int, int]]
-    growth: tuple[tuple[int, int], int]
-    unpatched_up_to: Mapping[str, int]
+    growth: tuple[tuple[int, int], int]  # two numbers of frames and the text tokens, for the growth of memory
+    unpatched_up_to: Mapping[str, int]  # by pass, the most frames of the unpatched model, whose masks are dense
     cross_attention = True
 
     def inputs(self, frames: int, text: int) -> dict[str, Any]:
@@ -41,7 +33,6 @@ class Model:
         raise NotImplementedError
 
     def tower(self, medians_ms: Timer) -> dict[str, Any]:
-        """Return the row of the vision tower."""
         raise NotImplementedError
 
     def modes(self, run: str) -> Sequence[str]:

@@ -26,10 +26,11 @@ import report
 import torch
 import torch.distributed as dist
 from harness import Row
+from kernels import operands
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mllm_seqpar.attention import attend, executor, lv_xattn, ring_attention
-from mllm_seqpar.kernels import choose_kernel
+from mllm_seqpar.kernels import FinalRows, choose_kernel
 
 HEADS, GROUPS, ROWS, KEYS, DIM = 4, 2, 8, 16, 16
 Run = tuple[Callable[[], Any] | None, Callable[[Any], Any]]
@@ -60,18 +61,16 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(1, HEADS, ROWS, DIM, generator=g, requires_grad=True)
-    k, v = (torch.randn(1, GROUPS, KEYS, DIM, generator=g, requires_grad=True) for _ in range(2))
+    q, k, v, do = operands((1, HEADS, GROUPS, ROWS, KEYS, DIM), "cpu", torch.float32)
     with mock.patch.object(attend, "distributed_forward", wraps=executor.distributed_forward) as spied:
         o = METHODS[name](q, k, v, group=dist.group.WORLD)
     comm, spec, block_math, *local = spied.call_args.args
     with torch.no_grad():
         o, lse = executor.distributed_forward(comm, spec, block_math, *local)
-    do, kernel = torch.ones_like(o), choose_kernel("auto", q, k)[0]
-    rows = executor.FinalRows(local[0], o, lse, do)
+    kernel = choose_kernel("auto", q, k)[0]
+    rows = FinalRows(local[0], o, lse, do)
     # With lv_xattn, rows of other ranks have delta and no o.
-    given = (None, lse, torch.zeros_like(lse)) if name == "lv_xattn" else (o, lse, None)
+    of_block = rows._replace(o=None, delta=torch.zeros_like(lse)) if name == "lv_xattn" else rows
 
     def call() -> torch.Tensor:
         return METHODS[name](q, k, v, group=dist.group.WORLD)
@@ -85,10 +84,7 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
             lambda _: executor.distributed_backward(comm, spec, block_math, rows, *local[1:]),
         ),
         ("kernel", "forward"): (None, lambda _: kernel.forward(*local, scale=0.25)),
-        ("kernel", "backward"): (
-            None,
-            lambda _: kernel.backward(do, *local, *given[:2], scale=0.25, delta=given[2]),
-        ),
+        ("kernel", "backward"): (None, lambda _: kernel.backward(of_block, *local[1:], scale=0.25)),
     }
     found = {}
     for key, (prepare, run) in runs.items():

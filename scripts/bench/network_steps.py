@@ -65,14 +65,9 @@ def scaled_step(
     layers: int = 1,
     block_s: float | None = None,
 ) -> Setting:
-    """Return the setting of a step with the proportions of a row of the paper.
+    """Return the setting of a step with the proportions of a row of the paper, all widths divided by `scale`.
 
-    Args:
-        family: that of the model. Llama's is not the paper's model of that row.
-        scale: divisor of all widths.
-        rows: query rows of a rank.
-        layers: layers with cross-attention, every second layer of the model.
-        block_s: seconds of an emulated block's forward pass; None: real blocks.
+    Every second layer of the model, `layers` in all, has cross-attention. Llama is not the paper's model of its row.
     """
     llama = family == "mllama"
     model = scaled(family, scale, "llama-3.2-11b-vision" if llama else row.model.name, 2 * layers, every=2)
@@ -120,8 +115,6 @@ def step_modes(setting: Setting) -> list[Mode]:
 
 
 class Step:
-    """The training step of one mode."""
-
     def __init__(self, setting: Setting, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
         assert setting.model is not None
         self.mode, self.comm, self.features = mode, comm, features
@@ -188,7 +181,6 @@ class StepBenchmark:
         self.features = frame.to(getattr(torch, setting.dtype)).requires_grad_()
 
     def run(self, repeats: int, links: Network | None) -> list[dict[str, Any]]:
-        """Return a row per mode."""
         setting, kernel, load = self.setting, self.calls.kernel, os.getloadavg()[0]
         with self.calls.emulated():
             block = self._block()
@@ -218,7 +210,6 @@ class StepBenchmark:
         return rows
 
     def _block(self) -> BlockTime:
-        """Return the seconds of one block's forward and backward, with all ranks computing at once."""
         none, n = modes(self.setting)[0], self.setting.ranks
         self.calls.once(none)
         runs = [self.calls.once(none) for _ in range(5)]

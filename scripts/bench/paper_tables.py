@@ -31,19 +31,12 @@ GPUS = {"table3": 16, "table4": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the authors' runs reached on a cluster.
+    """What the authors' runs reached on a cluster."""
 
-    Attributes:
-        attention: FLOP/s by head dimension, each of which has its own kernel.
-        block_s: seconds of a block that do not depend on its size.
-        network: bytes/s between nodes, by model family.
-        overlap: the part of the computation that overlaps with transfers, by model family.
-    """
-
-    attention: Mapping[int, float]
-    block_s: float
-    network: Mapping[str, float]
-    overlap: Mapping[str, float]
+    attention: Mapping[int, float]  # FLOP/s by head dimension, each of which has its own kernel
+    block_s: float  # seconds of a block that do not depend on its size
+    network: Mapping[str, float]  # bytes/s between nodes, by model family
+    overlap: Mapping[str, float]  # the part of the computation that overlaps with transfers, by model family
 
 
 RATES = {
@@ -93,14 +86,14 @@ class PaperRow:
 
 def read_table(name: str) -> list[PaperRow]:
     lines = [line for line in (TABLES / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
-    found = []
+    rows = []
     for row in csv.DictReader(lines):
         file = row["model"].lower().replace("openflamingo", "open-flamingo")
         model = read_model(file)
         seconds = {"ring": float(row["ca_ring_s"]), "lv-xattn": float(row["ca_lvxattn_s"])}
         steps = {"ring": float(row["total_ring_s"]), "lv-xattn": float(row["total_lvxattn_s"])}
-        found.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds, steps))
-    return found
+        rows.append(PaperRow(name, row["model"], model, int(row["s_q"]), int(row["s_kv"]), seconds, steps))
+    return rows
 
 
 def paper_row(table: str, label: str, number: int = 0) -> PaperRow:

@@ -31,7 +31,7 @@ from harness import Row
 from kernels import operands
 from torch import Tensor
 
-from mllm_seqpar.kernels import kernel_by_name, triton_launches
+from mllm_seqpar.kernels import FinalRows, kernel_by_name, triton_launches
 from mllm_seqpar.kernels.base import merge_
 from mllm_seqpar.kernels.triton_launches import SHARED_MEMORY, Launch, Tiles, launch_of, padded, rows_at_once
 from mllm_seqpar.masks import Intervals
@@ -96,9 +96,9 @@ def timed(args: argparse.Namespace, dim: int) -> Iterator[Row]:
     def rates(name: str, intervals: Intervals | None) -> Row:
         kernel, scale = kernel_by_name(name), dim**-0.5
         o, lse = kernel.forward(q, k, v, scale=scale, intervals=intervals)
-        delta = (do.float() * o.float()).sum(-1)
+        final = FinalRows(q, o, lse, do).with_delta()
         forward = do_bench(lambda: kernel.forward(q, k, v, scale=scale, intervals=intervals))
-        backward = do_bench(lambda: kernel.backward(do, q, k, v, o, lse, scale=scale, intervals=intervals, delta=delta))
+        backward = do_bench(lambda: kernel.backward(final, k, v, scale=scale, intervals=intervals))
         units = whole if intervals is None else shown
         return {"forward": 4 * units / forward, "backward": 10 * units / backward}
 

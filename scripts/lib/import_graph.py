@@ -35,11 +35,24 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def statements(path: Path) -> list[ast.stmt]:
+    """Return all statements of a file, inner ones included. Expressions, which are most of a tree, import nothing."""
+    found, pending = list[ast.stmt](), [parsed(path).body]
+    while pending:
+        for node in pending.pop():
+            if isinstance(node, ast.stmt):
+                found.append(node)
+            blocks = ("body", "orelse", "finalbody", "handlers", "cases")
+            pending += (block for name in blocks if isinstance(block := getattr(node, name, None), list))
+    return found
+
+
 def imports_of(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[tuple[int, str]]:
     """Yield the line and the full name of each module that a file imports, by the given nodes of its tree or by all."""
     module = module_of(path)
     package = module if path.name in ("__init__.py", "__init__.pyi") else module.rpartition(".")[0]
-    for node in ast.walk(parsed(path)) if nodes is None else nodes:
+    for node in statements(path) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +94,7 @@ def _used_by(path: Path) -> frozenset[Path]:
     A name that a package imports on first use stands for the module that its stub imports it from.
     """
     known, names = _by_import_name(), list[str]()
-    for node in ast.walk(parsed(path)):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -82,47 +82,38 @@ def test_adapter_names_of_text_equal_each_sample_alone(family: str) -> None:
         assert error(found, expected) < 1e-5
 
 
-def test_native_model_refuses_adapter_names_of_frames() -> None:
-    case = replace(BATCHES["mplug_owl3"], labels=None)
-    model = two_adapters("mplug_owl3", case, ["q_proj", "v_kv_proj"])
-    inputs = inputs_of("mplug_owl3", case, model.get_base_model())
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        with pytest.raises(ConfigError, match="adapter_names"):
-            model(**inputs, adapter_names=["a", "b"])
-        assert torch.equal(model(**inputs).logits, expected)
+ALORA = LoraConfig(target_modules=TEXT, r=4, init_lora_weights=False, alora_invocation_tokens=[5])
+POLY = PolyConfig(target_modules=["k_proj"], r=2, n_tasks=2, n_skills=2, task_type="CAUSAL_LM")
 
 
-def test_offsets_of_alora_are_refused_where_ranks_share_the_text() -> None:
-    family = "qwen3_vl"
+@pytest.mark.parametrize(
+    ("family", "config", "arguments", "message"),
+    [  # the native model refuses them unpatched too
+        ("mplug_owl3", None, {"adapter_names": ["a", "b"]}, "adapter_names: PEFT passes the adapter of each sample to"),
+        ("qwen3_vl", ALORA, {"alora_offsets": [3, 4]}, "alora_offsets: PEFT passes the tokens with aLoRA's"),
+        ("mllama", POLY, {"task_ids": torch.tensor([0, 1])}, "task_ids: PEFT passes the task of each sample"),
+    ],
+)
+def test_arguments_of_samples_and_tokens_are_refused(
+    family: str, config: Any, arguments: dict[str, Any], message: str
+) -> None:
     case = replace(BATCHES[family], labels=None)
-    config = LoraConfig(target_modules=TEXT, r=4, init_lora_weights=False, alora_invocation_tokens=[5])
-
-    model, inputs = build(family, case)
+    built, inputs = build(family, case)
+    if config is None:
+        built = two_adapters(family, case, ["q_proj", "v_kv_proj"])
+    else:
+        built = get_peft_model(built, config).eval()
 
     def run(model: Any, comm: Any) -> None:
-        patch_model(model, group=comm)
-        with torch.no_grad(), pytest.raises(ConfigError, match="alora_offsets: PEFT passes the tokens with aLoRA's"):
-            model(**inputs, alora_offsets=[3, 4])
+        if config is not None:
+            patch_model(model, group=comm)
         with torch.no_grad():
-            model(**inputs)
+            expected = None if config is POLY else model(**inputs).logits  # Poly needs its argument in every call
+            with pytest.raises(ConfigError, match=message):
+                model(**inputs, **arguments)
+            assert expected is None or torch.equal(model(**inputs).logits, expected)
 
-    on_copies(2, get_peft_model(model, config).eval(), run)
-
-
-def test_task_ids_of_poly_are_refused_where_layers_compute_with_frames() -> None:
-    family = "mllama"
-    case = replace(BATCHES[family], labels=None)
-
-    config = PolyConfig(target_modules=["k_proj"], r=2, n_tasks=2, n_skills=2, task_type="CAUSAL_LM")
-    model, inputs = build(family, case)
-
-    def run(model: Any, comm: Any) -> None:
-        patch_model(model, group=comm)
-        with torch.no_grad(), pytest.raises(ConfigError, match="task_ids: PEFT passes the task of each sample"):
-            model(**inputs, task_ids=torch.tensor([0, 1]))
-
-    on_copies(2, get_peft_model(model, config).eval(), run)
+    on_copies(1 if config is None else 2, built, run)
 
 
 def prefixed(family: str, case: Any) -> Any:

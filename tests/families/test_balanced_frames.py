@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from attention_cases import computed_entries
+from attention_cases import count_entries
 from family_cases import BATCHES, OWL, QWENS
 from family_harness import family_module, on_ranks, patched
-from mllm_seqpar.attention import call_spec
 from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.keys import GivenKeys
@@ -66,31 +64,15 @@ def test_load_is_balanced_for_any_number_of_ranks(ranks: int) -> None:
         assert sum(zigzag) <= 1.02 * sum(contiguous)
 
 
-class CountedKernel:
-    """A block kernel that counts score entries by thread, which is a rank, and direction."""
-
-    def __init__(self, kernel: Any, entries: Counter[tuple[int, str]]) -> None:
-        self._kernel, self._entries = kernel, entries
-
-    def forward(self, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        self._entries[threading.get_ident(), "forward"] += computed_entries(q, k, options["intervals"])
-        return self._kernel.forward(q, k, *args, **options)
-
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        self._entries[threading.get_ident(), "backward"] += computed_entries(q, k, options["intervals"])
-        return self._kernel.backward(do, q, k, *args, **options)
-
-
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
+    """The score entries that blocks compute, by thread, which is a rank, and direction."""
     found: Counter[tuple[int, str]] = Counter()
-    choose = call_spec.choose_kernel
 
-    def counted(*args: Any, **options: Any) -> Any:
-        kernel, reason = choose(*args, **options)
-        return CountedKernel(kernel, found), reason
+    def add(count: int, direction: str) -> None:
+        found[threading.get_ident(), direction] += count
 
-    monkeypatch.setattr(call_spec, "choose_kernel", counted)
+    count_entries(monkeypatch, add)
     return found
 
 

@@ -25,7 +25,6 @@ from tiny_models.idefics import Case as Idefics
 from tiny_models.mllama import PATCHES, TILES
 from tiny_models.mllama import Case as Mllama
 from tiny_models.mplug_owl3 import Case as Owl
-from tiny_models.video_mllama import TOKENS as FRAME_TOKENS
 from tiny_models.video_mllama import Case as Preview
 
 OWL = Owl(labels=None)
@@ -63,7 +62,7 @@ ONCE["video_mllama"] = (
     Preview(frames=(4,), labels=None),
     ONCE["mllama"][1],
     lambda m: m.model.vision_model.transformer.layers[0],
-    FRAME_TOKENS,
+    PATCHES,
 )
 if "open_flamingo" in BATCHES:
     _TWO = replace(BATCHES["open_flamingo"], frames=((1, 4, 7), (5,)), padding="left", labels=None)

@@ -15,6 +15,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.runtime.frames import Frames
 from moss_vl_reference import compute_in_float64
+from selections import slow_unless
 from tiny_models.moss_vl import Case, with_blank_images
 
 EXACT = 1e-9
@@ -40,7 +41,7 @@ def results(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tenso
     return logits.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", slow_unless(lambda size: size == 3, [1, 2, 3, 4]))
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_in_float64_what_one_process_does(name: str, size: int, in_float64: None) -> None:
     case = replace(CASES[name], double=True, labels=None, local_frames=size % 2 == 0)

@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
-from import_graph import MODULES, files_in, imports_of, module_of, parsed
-from launch import PYTHON
+from import_graph import MODULES, files_in, imports_of, module_of, parsed, statements
+from launch import PYTHON, ROOT
 from mllm_seqpar._compat import INTERNALS, MINIMUM
-
-ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _lazy_names _compat _logging _transfers digests fsdp_units schedules comm sharding config masks kernels "
@@ -70,14 +68,14 @@ def part_of(module: str) -> str:
 @functools.cache
 def imports_at_run_time(path: Path) -> list[tuple[int, str]]:
     """Return the line and the full name of each module that a module imports, also inside functions."""
-    skipped = type_checking_only(package()[path])
-    return list(imports_of(path, (node for node in ast.walk(package()[path]) if node not in skipped)))
+    skipped = type_checking_only(path)
+    return list(imports_of(path, (node for node in statements(path) if node not in skipped)))
 
 
-def type_checking_only(tree: ast.Module) -> set[ast.AST]:
+def type_checking_only(path: Path) -> set[ast.AST]:
     """Return the nodes inside `if TYPE_CHECKING:`."""
     blocks = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and vars(node.test).get("id") == "TYPE_CHECKING"
+        node for node in statements(path) if isinstance(node, ast.If) and vars(node.test).get("id") == "TYPE_CHECKING"
     ]
     return {inner for block in blocks for inner in ast.walk(block)}
 
@@ -116,7 +114,7 @@ def test_library_imports_no_program() -> None:
     for path, tree in package().items():
         if is_program(module_of(path)):
             continue
-        for line, imported in imports_of(path, ast.walk(tree)):
+        for line, imported in imports_of(path):
             if is_program(imported) and imported != "mllm_seqpar.planner.auto":
                 wrong.append(f"{name_of(path)}:{line} imports {imported}")
         for node in ast.walk(tree):
@@ -147,10 +145,10 @@ print(*(name for name in sys.modules if name.startswith("mllm_seqpar.")))
 def test_adapters_import_the_public_toolkit_only() -> None:
     """What the families of this package need, a family of another package can have as well."""
     wrong = []
-    for path, tree in package().items():
+    for path in package():
         if part_of(module_of(path)) != "patches":
             continue
-        for line, imported in imports_of(path, ast.walk(tree)):
+        for line, imported in imports_of(path):
             # Besides the toolkit: the native models that families patch, and the registry.
             allowed = {"adapting", "models", "patches"}
             if imported.partition(".")[0] == "mllm_seqpar" and part_of(imported) not in allowed:
@@ -204,9 +202,9 @@ def test_private_names_are_imported_from_other_packages_in_four_modules() -> Non
 def test_no_import_cycles() -> None:
     """Imports inside functions and those for type checking count."""
     graph = {}
-    for path, tree in package().items():
+    for path in package():
         module = module_of(path)
-        graph[module] = {name for _, name in imports_of(path, ast.walk(tree)) if name in MODULES} - {module}
+        graph[module] = {name for _, name in imports_of(path) if name in MODULES} - {module}
     TopologicalSorter(graph).prepare()  # a CycleError names the modules of the cycle
 
 

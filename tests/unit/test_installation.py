@@ -69,6 +69,7 @@ print(triton_tiles.parse(["--compile", "9.0"]).dims, mllm_seqpar.__file__)
 """
 
 
+@pytest.mark.slow
 def test_checkout_works_without_installation(tmp_path: Path) -> None:
     """Also its benchmarks, which run where nothing can be installed."""
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():  # all packages but this one
@@ -98,10 +99,8 @@ def test_gate_applies_until_its_fix() -> None:
 
 
 def test_errors_about_inputs_are_value_errors() -> None:
-    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)} - {
-        errors.TransferError,
-        errors.DivergedError,
-    }
+    defined = {x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, Exception)}
+    kinds = defined - {errors.TransferError, errors.DivergedError}
     assert len(kinds) > 5
     assert all(issubclass(kind, errors.SeqParError) and issubclass(kind, ValueError) for kind in kinds)
     assert issubclass(errors.TransferError, RuntimeError) and issubclass(errors.DivergedError, RuntimeError)

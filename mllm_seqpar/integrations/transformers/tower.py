@@ -54,7 +54,7 @@ class Tower:
     """
 
     def __init__(self, family: ModelFacts[Any], inputs: ForwardInputs) -> None:
-        self.family, self.inputs = family, inputs
+        self.family, self.inputs, self._weight = family, inputs, family.embedding_weight()
         comm, shard = family.context.comm, inputs.visual_shard
         self.layout = APPENDED if inputs.appends_frames else family.frame_layout
         if shard is not None:
@@ -82,7 +82,7 @@ class Tower:
         gradient, as in the unpatched model.
         """
         family, inputs, own = self.family, self.inputs, self.own
-        sizes, weight = inputs.sizes, family.embedding_weight()
+        sizes, weight = inputs.sizes, self._weight
         if inputs.total_frames == 0:
             if not self.runs:
                 return None
@@ -123,12 +123,12 @@ class Tower:
             index = copy_to_device(index, features.device)
             return VisualFeatures(features, index, units, config.recompute_visual, self.layout)
         dtype = self._dtype_of(features) if inputs.frames_are_features else features.dtype
-        index = copy_to_device(index, family.embedding_weight().device)
+        index = copy_to_device(index, self._weight.device)
         return HostFeatures.of(features, index, units, dtype, self.layout)
 
     def embeddings(self) -> Tensor | None:
         """Return the embeddings (x, width) of this rank's frames, for a decoder-only model."""
-        family, inputs, weight = self.family, self.inputs, self.family.embedding_weight()
+        family, inputs, weight = self.family, self.inputs, self._weight
         total, (start, stop) = inputs.total_frames, next(iter(self.own), (0, 0))
         if not self.runs:
             return None
@@ -154,8 +154,7 @@ class Tower:
 
     def _dtype_of(self, features: Tensor) -> torch.dtype:
         """Return the dtype that layers take features of the caller in."""
-        weight = self.family.embedding_weight()
-        return features.dtype if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+        return features.dtype if torch.is_autocast_enabled(self._weight.device.type) else self._weight.dtype
 
     def _encoded(
         self, take: Callable[[Spans], Sequence[Any]], own: Spans, spare: Callable[[], Sequence[Any]], units: int = 0
@@ -165,7 +164,7 @@ class Tower:
         A run with nothing left encodes the frame that `spare` returns, and drops it. Frames in host memory move to the
         device run by run. With `visual_offload`, features of `units` units are stored in host memory.
         """
-        runs, count, device = self.runs, span_length(own), self.family.embedding_weight().device
+        runs, count, device = self.runs, span_length(own), self._weight.device
         chunk = max(1, -(-count // runs))
 
         def encoded() -> Iterator[Tensor]:
@@ -199,8 +198,7 @@ def agree_on_frames(
     Args:
         model: the patched model.
         runs: how often this rank's group would run the tower; with features, 1 if there are any.
-        pixels: whether the caller passed pixels, perhaps of no frame.
-        features: (tokens, width) if the caller passed features, perhaps of no frame.
+        pixels, features: whether the caller passed pixels, and the (tokens, width) of features, perhaps of no frame.
 
     Raises:
         AgreementError: on all ranks, if one passes pixels and another one features.

@@ -9,7 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from mllm_seqpar._logging import get_logger
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.models.auto_classes import SavedWithCode
-from mllm_seqpar.models.mplug_owl3.configuration import refuse_length_dependent_rope
+from mllm_seqpar.models.mplug_owl3.configuration import refuse_length_dependent_rope, require_distinct
 
 _log = get_logger(__name__)
 
@@ -120,18 +120,12 @@ class MossVLConfig(SavedWithCode, PreTrainedConfig):
     def check(self) -> None:
         """Raise ConfigError if a field, or a combination of fields, is not supported."""
         text, vision = self.text, self.vision
-        layers = text.cross_attention_layers or []
-        if len(set(layers)) != len(layers) or not all(0 < number < text.num_hidden_layers for number in layers):
-            raise ConfigError(
-                f"cross_attention_layers is {layers}; expected distinct layers from 1 to "
-                f"{text.num_hidden_layers - 1}: layer 0 attends to the text, because the cache counts tokens there"
-            )
+        note = ": layer 0 attends to the text, because the cache counts tokens there"
+        require_distinct(
+            "cross_attention_layers", text.cross_attention_layers or [], 1, text.num_hidden_layers - 1, note
+        )
         blocks = vision.deepstack_visual_indexes
-        if len(set(blocks)) != len(blocks) or not all(0 <= number < vision.depth for number in blocks):
-            raise ConfigError(
-                f"deepstack_visual_indexes is {list(blocks)}; expected distinct blocks of the tower, from 0 to "
-                f"{vision.depth - 1}"
-            )
+        require_distinct("deepstack_visual_indexes", blocks, 0, vision.depth - 1, ": blocks of the tower")
         if vision.out_hidden_size != text.hidden_size:
             raise ConfigError(
                 f"out_hidden_size is {vision.out_hidden_size} and hidden_size of the text is {text.hidden_size}; they "

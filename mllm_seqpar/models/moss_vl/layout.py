@@ -207,13 +207,15 @@ def moss_vl_layout(
     device = sizes.device
     beams = batch // max(1, len(frames))
     counts = torch.tensor(list(frames) or [0] * batch, device=device).repeat_interleave(beams if frames else 1)
-    starts = _starts(frames, beams, batch, device)
+    ends = torch.tensor(frames, device=device).cumsum(0) if frames else counts.cumsum(0)  # without frames, all 0
+    starts = torch.nn.functional.pad(ends, (1, 0))[:-1].repeat_interleave(beams if frames else 1)
     real = real_tokens(attention_mask, batch, past_length, past_length + length, device)
     first, stop = (starts[:, None].expand(batch, length) for _ in range(2))
     stop = stop + counts[:, None]
     prompt = length
     if cross_attention_mask is not None:
-        _check_rows(cross_attention_mask, batch)
+        if (samples := cross_attention_mask.shape[0]) != batch:
+            raise MaskError(f"cross_attention_mask has {samples} samples and the text has {batch}; pass one for each")
         rows_dim = -2 if cross_attention_mask.dim() == 4 else -1
         if past_length and cross_attention_mask.shape[rows_dim] == past_length + length:  # of the whole text
             cross_attention_mask = cross_attention_mask.narrow(rows_dim, past_length, length)
@@ -259,14 +261,6 @@ def moss_vl_layout(
     )
 
 
-def _starts(frames: Sequence[int], beams: int, batch: int, device: torch.device) -> Tensor:
-    """Return (B,), the first frame of each row's sample in the flat list."""
-    if not frames:
-        return torch.zeros(batch, dtype=torch.long, device=device)
-    ends = torch.tensor(frames, device=device).cumsum(0)
-    return torch.nn.functional.pad(ends, (1, 0))[:-1].repeat_interleave(beams)
-
-
 def _check_one_sequence(positions: Tensor, real: Tensor) -> None:
     if bool(((positions.diff(dim=1) < 0) & real[:, 1:] & real[:, :-1]).any()):
         raise ShapeError(
@@ -275,15 +269,10 @@ def _check_one_sequence(positions: Tensor, real: Tensor) -> None:
         )
 
 
-def _check_rows(mask: Tensor, batch: int) -> None:
-    if mask.shape[0] != batch:
-        raise MaskError(f"cross_attention_mask has {mask.shape[0]} samples and the text has {batch}; pass one for each")
-
-
 def _check_placeholders(placeholders: Tensor, counts: Tensor) -> None:
-    found = placeholders.sum(1)
-    if bool((found > counts).any()):
+    placed = placeholders.sum(1)
+    if bool((placed > counts).any()):
         raise ShapeError(
-            f"the texts have {found.tolist()} placeholders <|image_pad|>, and frames {counts.tolist()} were passed; "
+            f"the texts have {placed.tolist()} placeholders <|image_pad|>, and frames {counts.tolist()} were passed; "
             "each needs a frame: pass pixel_values, grid_thw and media_nums_per_sample as the processor returns them"
         )

@@ -320,9 +320,12 @@ class MossVLModel(MossVLPreTrainedModel):
         features = self._features(pixel_values, visual_embeds, grid_thw, vision_chunked_length)
         if past_length and features is None:
             assert state is not None
-            positions, visual = _continued(state, attention_mask, past_length, length, batch, tokens.device)
-            if position_ids is not None:
-                positions = position_ids.expand(3, batch, length)
+            positions, visual = position_ids, None
+            if positions is None:
+                positions = later_positions(state, attention_mask, past_length, length, batch, tokens.device)
+            positions = positions.expand(3, batch, length)
+            if state.frames is not None:
+                visual = MossVLVisual.of_cache(state, past_length, length, batch, tokens.device)
         else:
             media = media_of_samples(media_nums_per_sample, grid_thw, batch)
             grids, frames = (None, []) if features is None else frame_grids(cast(Tensor, grid_thw), media, batch)
@@ -337,8 +340,11 @@ class MossVLModel(MossVLPreTrainedModel):
                 begin=next_positions(state, attention_mask, past_length, batch, tokens.device),
             )
             positions, visual = layout.positions, None
-            if features is not None:
-                check_features(features.shape[0], layout)
+            if features is not None and len(features) != (expected := int(layout.tokens.sum())):
+                raise ShapeError(
+                    f"{len(features)} visual tokens were passed, and grid_thw means {expected}, with the separator of "
+                    "each frame"
+                )
             if appends and features is not None:
                 check_appended(layout, input_ids, self.config.image_token_id)
             if state is not None:
@@ -360,7 +366,7 @@ class MossVLModel(MossVLPreTrainedModel):
 def media_of_samples(media: Sequence[int] | Tensor | None, grid_thw: Tensor | None, batch: int) -> list[int]:
     """Return the number of media of each sample; without it, a batch of one has them all."""
     if media is not None:
-        return [int(count) for count in (media.tolist() if isinstance(media, Tensor) else media)]
+        return torch.as_tensor(media).tolist()
     if grid_thw is None:
         return []
     if batch != 1:
@@ -369,14 +375,6 @@ def media_of_samples(media: Sequence[int] | Tensor | None, grid_thw: Tensor | No
             "sample, as the processor returns it"
         )
     return [grid_thw.shape[0]]
-
-
-def check_features(rows: int, layout: MossVLLayout) -> None:
-    """Raise ShapeError unless there is a feature for each visual token of the frames."""
-    if rows != (wanted := int(layout.tokens.sum())):
-        raise ShapeError(
-            f"{rows} visual tokens were passed, and grid_thw means {wanted}, with the separator of each frame"
-        )
 
 
 def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_id: int) -> None:
@@ -399,12 +397,25 @@ def next_positions(
 
     The layout of a cache may end before the cache does: the later tokens, which brought no frames, are counted.
     """
-    layout = cast(MossVLLayout | None, None if state is None else state.frame_facts)
     end, begin = 0, torch.zeros(1, dtype=torch.long, device=device)
-    if state is not None and layout is not None:
+    if state is not None and state.frame_facts is not None:
+        layout: MossVLLayout = state.frame_facts
         rows = state.rows_of(batch).to(layout.first.device)
         end, begin = layout.end, copy_to_device(layout.following()[rows], device)
     return begin + real_tokens(attention_mask, batch, end, past_length, device).sum(1, keepdim=True)
+
+
+def later_positions(
+    state: SequenceParallelCacheState | None,
+    attention_mask: Any,
+    past_length: int,
+    length: int,
+    batch: int,
+    device: torch.device,
+) -> Tensor:
+    """Return the positions (B, L) of tokens without frames that continue a cache."""
+    begin = next_positions(state, attention_mask, past_length, batch, device)
+    return count_positions(begin, real_tokens(attention_mask, batch, past_length, past_length + length, device))
 
 
 def after_text(
@@ -414,11 +425,10 @@ def after_text(
 
     If frames did, their layout stays among those of their own passes.
     """
-    earlier = cast(MossVLLayout | None, None if state is None else state.frame_facts)
-    if state is None or earlier is None or state.frames is not None or not layout.past_length:
+    if state is None or state.frame_facts is None or state.frames is not None or not layout.past_length:
         return layout
     device = layout.first.device
-    earlier = cast(MossVLLayout, earlier.to(device))
+    earlier: MossVLLayout = state.frame_facts.to(device)
     between = real_tokens(attention_mask, batch, earlier.end, layout.past_length, device)
     return earlier.followed_by(layout, state.rows_of(batch).to(device), between)
 
@@ -435,23 +445,6 @@ def _cache_state(cache: Any, past_length: int, batch: int, layers: int) -> Seque
         attach(cache, state, layers)
     continue_layout(state, past_length, inclusive=True)
     return state
-
-
-def _continued(
-    state: SequenceParallelCacheState,
-    attention_mask: Any,
-    past_length: int,
-    length: int,
-    batch: int,
-    device: torch.device,
-) -> tuple[Tensor, MossVLVisual | None]:
-    """Return the positions (3, B, L) of tokens that continue a cache, and its frames, to which they attend."""
-    begin = next_positions(state, attention_mask, past_length, batch, device)
-    real = real_tokens(attention_mask, batch, past_length, past_length + length, device)
-    positions = count_positions(begin, real).expand(3, -1, -1)
-    if state.frames is None:
-        return positions, None
-    return positions, MossVLVisual.of_cache(state, past_length, length, batch, device)
 
 
 def _store(

@@ -1,9 +1,10 @@
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 from transformers import Qwen2Config, SiglipVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, require_one_of
 from mllm_seqpar.models.auto_classes import SavedWithCode
 
 GATES = ("per_head", "vector", None)
@@ -73,24 +74,22 @@ class MPlugOwl3Config(SavedWithCode, Qwen2Config):
 
     def check(self) -> None:
         """Raise ConfigError if a field, or a combination of fields, is not supported."""
-        if self.gate not in (*GATES, AUTO):
-            raise ConfigError(
-                f"gate is {self.gate!r}; expected one of {GATES}, or {AUTO!r} to determine it from the weights"
-            )
-        if self.projector_layers not in (1, 2, None):
-            raise ConfigError(f"projector_layers is {self.projector_layers!r}; expected 1 or 2")
+        require_one_of("gate", self.gate, (*GATES, AUTO), f" ({AUTO!r}: that of the weights)")
+        require_one_of("projector_layers", self.projector_layers, (1, 2, None), " (None: those of the weights)")
         if self.vision_batch_size is not None and self.vision_batch_size < 1:
             raise ConfigError(
                 f"vision_batch_size is {self.vision_batch_size}; expected at least 1, or None for no limit"
             )
-        layers = self.hyper_layers or []
-        outside = [number for number in layers if not 1 <= number <= self.num_hidden_layers]
-        if outside or len(set(layers)) != len(layers):
-            raise ConfigError(
-                f"hyper_layers is {layers}; expected distinct layers counted from 1, at most "
-                f"num_hidden_layers={self.num_hidden_layers}"
-            )
+        count = self.num_hidden_layers
+        note = f": layers counted from 1, up to num_hidden_layers={count}"
+        require_distinct("hyper_layers", self.hyper_layers or [], 1, count, note)
         refuse_length_dependent_rope(self)
+
+
+def require_distinct(name: str, numbers: Sequence[int], first: int, last: int, note: str) -> None:
+    """Raise ConfigError unless a field lists distinct numbers from `first` to `last`; `note` ends the message."""
+    if len(set(numbers)) != len(numbers) or not all(first <= number <= last for number in numbers):
+        raise ConfigError(f"{name} is {list(numbers)}; expected distinct numbers from {first} to {last}{note}")
 
 
 def refuse_length_dependent_rope(config: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
+from mllm_seqpar.errors import ConfigError, ShapeError, require_one_of, require_shape
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, cache_state_of
 
 from .configuration import GATES
@@ -165,8 +165,7 @@ def media_layout(
         ConfigError: unknown gate, or the arguments do not determine the positions of the frames.
         ShapeError: the number of placeholders is not that of frames, or `media_offset` does not fit text or frames.
     """
-    if gate not in GATES:
-        raise ConfigError(f"gate is {gate!r}; expected one of {GATES}")
+    require_one_of("gate", gate, GATES)
     positions = _positions(input_ids, position_ids, media_offset)
     if media_offset is None:
         if input_ids is not None and image_token_id is not None:
@@ -210,23 +209,23 @@ def _positions(input_ids: Tensor | None, position_ids: Tensor | None, media_offs
 
 
 def _check_count(placeholders: Tensor, total_frames: int) -> None:
-    found = int(placeholders.sum())
-    if found == total_frames:
+    placed = int(placeholders.sum())
+    if placed == total_frames:
         return
     passed = f"{total_frames} were passed; each frame needs exactly one placeholder"
     if total_frames == 0:
         passed = "neither pixel_values nor image_embeds was passed: pass the frames, or remove the placeholders"
     by_sample = placeholders.sum(1).tolist()
-    raise ShapeError(f"the text has placeholders for {found} frames (by sample: {by_sample}), and {passed}")
+    raise ShapeError(f"the text has placeholders for {placed} frames (by sample: {by_sample}), and {passed}")
 
 
 def _placeholders_of_positions(media_offset: MediaOffset, positions: Tensor) -> Tensor:
     """Return (B, L) bool, True at the positions that `media_offset` lists."""
     batch, length = positions.shape
     if len(media_offset) != batch or (isinstance(media_offset, Tensor) and media_offset.dim() != 2):
-        found = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else f"{len(media_offset)} lists"
+        shape = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else f"{len(media_offset)} lists"
         raise ShapeError(
-            f"media_offset has {found} for {batch} samples; expected one list of placeholder positions per sample, "
+            f"media_offset has {shape} for {batch} samples; expected one list of placeholder positions per sample, "
             "or (batch, length, 2) integers"
         )
     placeholders = torch.zeros_like(positions, dtype=torch.bool)
@@ -284,9 +283,8 @@ def _checked_offsets(media_offset: Tensor, positions: Tensor, total_frames: int)
         invisible = frames[~visible].tolist()
         raise ShapeError(
             f"by media_offset, no token attends to frame {invisible[0]} ({len(invisible)} of {total_frames} frames "
-            "are not "
-            "visible). Pass only the frames of this text, or pass the placeholders' positions of each sample as "
-            "media_offset, which also allow a placeholder as the last token"
+            "are not visible). Pass only the frames of this text, or pass the placeholders' positions of each sample "
+            "as media_offset, which also allow a placeholder as the last token"
         )
     return first, stop, torch.stack([starts, ends], dim=1)
 

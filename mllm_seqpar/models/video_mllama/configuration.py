@@ -3,7 +3,7 @@ from typing import Any
 
 from transformers.models.mllama.configuration_mllama import MllamaConfig
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, require_one_of
 from mllm_seqpar.models.auto_classes import SavedWithCode
 
 PUBLISHED_CLASS = "VideoMllamaForConditionalGeneration"
@@ -38,8 +38,7 @@ class VideoMllamaConfig(SavedWithCode, MllamaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.pool_mode not in _POOL_MODES:
-            raise ConfigError(f"pool_mode is {self.pool_mode!r}; expected one of {_POOL_MODES}")
+        require_one_of("pool_mode", self.pool_mode, _POOL_MODES)
         if self.pool_mode is not None and not 1 <= (self.stride or 0) <= self.patches_per_side:
             raise ConfigError(
                 f"stride is {self.stride!r}; pooling needs a number of patches, from 1 to the {self.patches_per_side} "
@@ -48,16 +47,16 @@ class VideoMllamaConfig(SavedWithCode, MllamaConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found, kwargs = super().get_config_dict(*args, **kwargs)
-        if found.get("model_type") == MllamaConfig.model_type:
-            if PUBLISHED_CLASS not in (found.get("architectures") or ()):
+        fields, kwargs = super().get_config_dict(*args, **kwargs)
+        if fields.get("model_type") == MllamaConfig.model_type:
+            if PUBLISHED_CLASS not in (fields.get("architectures") or ()):
                 raise ConfigError(
                     f"config.json describes a model of type {MllamaConfig.model_type!r} whose architectures are "
-                    f"{found.get('architectures')}; expected {PUBLISHED_CLASS}. Load Llama 3.2 Vision as "
+                    f"{fields.get('architectures')}; expected {PUBLISHED_CLASS}. Load Llama 3.2 Vision as "
                     "transformers' MllamaForConditionalGeneration"
                 )
-            found["model_type"] = cls.model_type
-        return found, kwargs
+            fields["model_type"] = cls.model_type
+        return fields, kwargs
 
     @property
     def patches_per_side(self) -> int:

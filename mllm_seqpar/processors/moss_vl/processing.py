@@ -22,9 +22,9 @@ from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, Videos
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import TEXT_ARGUMENTS, NativeProcessor, flattened, is_video
+from mllm_seqpar.processors.base import TENSORS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video
 from mllm_seqpar.processors.mplug_owl3.chat import Piece
 from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.videos.media_files import local_media
@@ -254,8 +254,8 @@ class MossVLProcessor(NativeProcessor):
         if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
             raise DataError(f"text is {text!r:.80}; pass a text, or a list of texts")
         for number, each in enumerate(texts):
-            if found := [mark for mark in RESERVED if mark in each]:
-                raise DataError(f"text {number} contains {found[0]}; write {IMAGE} or {VIDEO} where a medium is shown")
+            if tokens := [token for token in RESERVED if token in each]:
+                raise DataError(f"text {number} contains {tokens[0]}; write {IMAGE} or {VIDEO} where a medium is shown")
         options = self._arguments(kwargs)
         marks = [_MEDIA.findall(each) for each in texts]
         media = self._media(marks, images, videos, options["images_kwargs"], options["videos_kwargs"])
@@ -276,8 +276,7 @@ class MossVLProcessor(NativeProcessor):
     ) -> BatchFeature:
         arguments = {"return_token_type_ids": False} | dict(text_kwargs)
         tensors, keeps_offsets = arguments.pop("return_tensors", None), arguments.get("return_offsets_mapping", False)
-        if tensors not in ("pt", "np", None):
-            raise DataError(f"return_tensors is {tensors!r}; expected 'pt', 'np' or None")
+        require_one_of("return_tensors", tensors, TENSORS, kind=DataError)
         arguments["return_offsets_mapping"] = keeps_offsets or with_labels
         data: dict[str, Any] = dict(self.tokenizer([piece.text for piece, _ in expanded], **arguments))
         ids = data["input_ids"]
@@ -340,17 +339,10 @@ class MossVLProcessor(NativeProcessor):
         stills = flattened(None if images is None else frame_list(images), counts[IMAGE], IMAGE, "images")
         clips = [] if videos is None else clips_of(videos, of_videos, video_kwargs.get("video_metadata"))
         clips = flattened(clips, counts[VIDEO], VIDEO, "videos or segments", nested=False)
-        found = {IMAGE: self._stills(stills, of_images), VIDEO: _videos(clips, of_videos)}
-        return [[next(found[mark]) for mark in sample] for sample in marks]
-
-    def _stills(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[MediumInputs]:
-        fetch = self.image_processor.fetch_images
-        pixels = [to_tensor(fetch(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
-        sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in pixels])
-        for image, size in zip(pixels, sizes, strict=True):
-            if image.dtype != torch.uint8:
-                raise DataError(f"an image is {image.dtype}; pass levels from 0 to 255 as uint8")
-            yield MediumInputs(resized_patches(image[None], size, options)[0], [1, *options.grid(size)], PLACEHOLDER)
+        encoded = self.image_processor.encoded(stills, of_images)
+        images = (MediumInputs(patches, grid, PLACEHOLDER) for patches, grid in encoded)
+        inputs: dict[str, Iterator[MediumInputs]] = {IMAGE: images, VIDEO: _videos(clips, of_videos)}
+        return [[next(inputs[mark]) for mark in sample] for sample in marks]
 
     def blank(self) -> MediumInputs:
         """Return the image of a text without media: zeros, and no placeholder."""
@@ -421,14 +413,14 @@ def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> l
         videos = [video for sample in videos for video in sample]
     files = {number: _probed(video) for number, video in enumerate(videos) if _is_file(video)}
     most = dict(zip(files, options.frames_of_videos([info.duration for info in files.values()] or [0]), strict=False))
-    found: list[TimedFrames] = []
+    clips: list[TimedFrames] = []
     for number, video in enumerate(videos):
         if number in files:
             segments = video.get("segments") if isinstance(video, Mapping) else None
-            found += _clips_of_file(files[number], segments, options, most[number])
+            clips += _clips_of_file(files[number], segments, options, most[number])
         else:
-            found.append(_clip_of_frames(video, None if metadata is None else metadata[number]))
-    return found
+            clips.append(_clip_of_frames(video, None if metadata is None else metadata[number]))
+    return clips
 
 
 def _is_file(video: Any) -> bool:

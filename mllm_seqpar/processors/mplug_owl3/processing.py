@@ -16,7 +16,7 @@ from transformers.processing_utils import ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.mplug_owl3.checkpoint import hub_options, processor_options
 from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
 from mllm_seqpar.processors.base import PARTS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video, returned
@@ -87,8 +87,7 @@ class MPlugOwl3Processor(NativeProcessor):
         cut_template: str = "v2",
         chat_template: Any = None,
     ) -> None:
-        if cut_template not in TEMPLATES:
-            raise ConfigError(f"cut_template is {cut_template!r}; expected one of {', '.join(TEMPLATES)}")
+        require_one_of("cut_template", cut_template, TEMPLATES)
         self.video_span, self.cut_enable, self.cut_template = video_span, cut_enable, cut_template
         super().__init__(image_processor, tokenizer, chat_template)
 

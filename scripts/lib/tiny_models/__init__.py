@@ -35,32 +35,23 @@ SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a model with cross-attention, under the same names for all families.
-
-    Attributes:
-        kv_heads: of families whose language model has grouped queries.
-        cross_layers: the layers with cross-attention, from 0, at equal distances.
-        image: height and width of an image in pixels; a patch has 14.
-        tower_width: channels of the vision tower. OpenFlamingo's is one linear map.
-        cross_heads, cross_head_dim: of the families whose cross-attention has its own; None for its usual ones.
-        resampler_heads, resampler_head_dim: of IDEFICS' resampler.
-    """
+    """The sizes of a model with cross-attention, under the same names for all families."""
 
     width: int
     mlp: int
     layers: int
     heads: int
-    kv_heads: int
-    cross_layers: tuple[int, ...]
+    kv_heads: int  # of families whose language model has grouped queries
+    cross_layers: tuple[int, ...]  # the layers with cross-attention, from 0, at equal distances
     vocabulary: int = 1024
-    image: int = 28
-    tower_width: int = 32
+    image: int = 28  # height and width of an image in pixels; a patch has 14
+    tower_width: int = 32  # OpenFlamingo's tower is one linear map
     tower_mlp: int = 48
     tower_layers: int = 1
     tower_heads: int = 4
-    cross_heads: int | None = None
+    cross_heads: int | None = None  # of families whose cross-attention has its own; None: its usual ones
     cross_head_dim: int | None = None
-    resampler_heads: int = 4
+    resampler_heads: int = 4  # of IDEFICS' resampler
     resampler_head_dim: int = 8
 
     @property
@@ -88,10 +79,7 @@ class Sizes:
 def tiny_model(family: str, sizes: Sizes | None = None, **overrides: Any) -> Any:
     """Return a model of a family, in eval mode; without `sizes`, the smallest one.
 
-    Args:
-        family: the name of its module here.
-        sizes: those of the model.
-        overrides: further arguments of `tiny_model` of the family's module.
+    `overrides` are further arguments of `tiny_model` of the family's module.
     """
     module = import_module(f"{__name__}.{family}")
     return module.tiny_model(**(module.arguments_of(sizes) if sizes else {}) | overrides)
@@ -114,11 +102,8 @@ def random_model(
 def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int = 0) -> Any:
     """Draw all weights from normal distributions, and return the model.
 
-    Args:
-        model: the model.
-        rules: mean and standard deviation by pattern of names; the first that matches counts. Other weights have mean 0
-            and the standard deviation fan_in ** -0.5.
-        seed: of the generator.
+    `rules` has means and standard deviations by pattern of names; the first that matches counts. Other weights have
+    mean 0 and the standard deviation fan_in ** -0.5.
     """
     device = next(model.parameters()).device
     generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
@@ -132,50 +117,30 @@ def set_weights(model: Any, rules: Mapping[str, tuple[float, float]], seed: int 
 
 @dataclass(frozen=True)
 class TinyCase:
-    """One batch of a tiny model, and how the model is built and patched.
+    """One batch of a tiny model, and how the model is built and patched."""
 
-    Attributes:
-        frames: the number of frames of each sample; a family may give each entry more structure.
-        length: the number of tokens of each row, padding included.
-        padding: "left", "right" or None. Sample i has 2 * i padding tokens.
-        labels: "usual", "shifted" (`shift_labels`), "few" (the last two tokens), "every row" or None.
-        features: which encoded form replaces the pixels, or None.
-        embeds: whether `inputs_embeds` replaces `input_ids`.
-        local_frames: whether each rank passes only its frame shard, with `visual_shard`.
-        frame_layout: that of the frame shards, if each rank passes its own.
-        wants_grad: the inputs whose gradients are compared.
-        arguments: further arguments of forward.
-        model: arguments of `tiny_model`.
-        options: options of `patch_model`.
-        train: whether the model is in training mode.
-        double: whether model and inputs are float64, for a gradient whose terms cancel.
-    """
-
-    frames: tuple[Any, ...] = (3,)
-    length: int = 11
-    padding: str | None = None
-    labels: str | None = "usual"
-    features: str | None = None
-    embeds: bool = False
-    local_frames: bool = False
-    frame_layout: str = "contiguous"
-    wants_grad: tuple[str, ...] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    frames: tuple[Any, ...] = (3,)  # the number of each sample; a family may give each entry more structure
+    length: int = 11  # tokens of each row, padding included
+    padding: str | None = None  # "left" or "right"; sample i has 2 * i padding tokens
+    labels: str | None = "usual"  # or "shifted" (`shift_labels`), "few" (the last two tokens), "every row"
+    features: str | None = None  # which encoded form replaces the pixels
+    embeds: bool = False  # whether `inputs_embeds` replaces `input_ids`
+    local_frames: bool = False  # whether each rank passes only its frame shard, with `visual_shard`
+    frame_layout: str = "contiguous"  # of these shards
+    wants_grad: tuple[str, ...] = ()  # the inputs whose gradients are compared
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of forward
+    model: Mapping[str, Any] = field(default_factory=dict)  # arguments of `tiny_model`
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `patch_model`
     train: bool = False
-    double: bool = False
+    double: bool = False  # whether model and inputs are float64, for a gradient whose terms cancel
 
     def with_options(self, **options: Any) -> Self:
-        """Return the same case with these options of `patch_model` added."""
         return replace(self, options={**self.options, **options})
 
     def with_model(self, **overrides: Any) -> Self:
-        """Return the same case with these arguments of `tiny_model` added."""
         return replace(self, model={**self.model, **overrides})
 
     def model_overrides(self) -> dict[str, Any]:
-        """Return the arguments of `tiny_model`."""
         return dict(self.model)
 
     def real(self) -> Tensor | None:
@@ -204,7 +169,6 @@ class TinyCase:
         return {"labels": labels}
 
     def prepared(self, inputs: dict[str, Any], model: Any) -> dict[str, Any]:
-        """Apply `embeds` and `wants_grad` to the inputs."""
         if self.embeds:
             inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
         for name in self.wants_grad:

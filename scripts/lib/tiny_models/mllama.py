@@ -62,22 +62,18 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) 
 class Case(TinyCase):
     """A batch of Llama 3.2 Vision; `features` is None, "tiles" or "sample" (the tiles of a sample in one row).
 
-    Attributes:
-        frames: the number of tiles of each image of each sample; ((3, 1), (2,)) are two samples.
-        mask: "processor": the mask that the processor makes; "scattered": a token sees any tiles; "none": no mask. The
-            unpatched model then needs eager attention, because sdpa applies a causal mask to the tiles.
+    `mask` is "processor" (that of the processor), "scattered" (a token sees any tiles) or "none". The unpatched model
+    then needs eager attention, because sdpa applies a causal mask to the tiles.
     """
 
-    frames: tuple[tuple[int, ...], ...] = ((3, 1, 2),)
+    frames: tuple[tuple[int, ...], ...] = ((3, 1, 2),)  # the tiles of each image of each sample
     mask: str = "processor"
 
     def model_overrides(self) -> dict[str, Any]:
-        """Return the arguments of `tiny_model`."""
         return dict(self.model) | ({"attn_implementation": "eager"} if self.mask == "none" else {})
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     samples, length, padded = len(case.frames), case.length, case.padding is not None
     ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)
@@ -149,7 +145,6 @@ def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "conti
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers and the layers of both vision encoders."""
     vision = model.model.vision_model
     return [*model.model.language_model.layers, *vision.transformer.layers, *vision.global_transformer.layers]
 

@@ -58,25 +58,20 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) 
 class Case(TinyCase):
     """A batch of MOSS-VL.
 
-    Attributes:
-        features: None, or "embeddings", those of the tower with separators, as `visual_embeds`.
-        frames: the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
-            of a video.
-        mask: "processor": bool, as the processor makes it; "counts": the number of frames of each row; "none": no mask.
+    `frames` has the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
+    of a video. `features` is None or "embeddings", those of the tower with separators, as `visual_embeds`.
     """
 
     frames: tuple[tuple[tuple[int, ...], ...], ...] = (((3, 4, 6), (6, 4)),)
     length: int = 19
-    mask: str = "processor"
+    mask: str = "processor"  # bool, as the processor makes it; "counts": the frames of each row; "none": no mask
 
 
 def frames_of(case: Case) -> list[int]:
-    """Return the number of frames of each sample."""
     return [sum((1, *medium)[-3] for medium in media) for media in case.frames]
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     samples, real = len(case.frames), case.real()
     ids = torch.randint(FIRST, LAST, (samples, case.length), generator=generator)
@@ -123,7 +118,6 @@ def with_blank_images(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def values_of(model: Any) -> int:
-    """Return the number of values of a patch."""
     return 3 * int(model.config.vision.patch_size) ** 2
 
 

@@ -103,15 +103,12 @@ def tiny_model(
     cross: Mapping[str, Any] | None = None,
     **llama: Any,
 ) -> Any:
-    """Return a `Flamingo` in eval mode.
+    """Return a `Flamingo` in eval mode, over one of `LANGUAGE_MODELS` or `MPT_1B`.
 
     Args:
-        language_model: one of `LANGUAGE_MODELS`, or `MPT_1B`.
         every: a gated cross-attention block precedes every `every`-th layer.
         immediate: `only_attend_immediate_media`.
-        seed: of the weights.
-        width: channels of the vision tower.
-        patch: height and width of its patches.
+        width, patch: channels of the vision tower, and the height and width of its patches.
         resampler_layers: 6 at most, as published; these dominate the float32 rounding error.
         cross: heads and head dim (`dim_head`) of cross-attention; the model class takes neither.
         llama: further fields of the config of "llama".
@@ -164,20 +161,14 @@ def text(*media: tuple[int, ...], length: int = 13, seed: int = 2) -> Tensor:
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of OpenFlamingo.
+    """A batch of OpenFlamingo."""
 
-    Attributes:
-        frames: the positions of each sample's media tokens.
-        media: the number of media of each sample.
-    """
-
-    frames: tuple[tuple[int, ...], ...] = ((1, 4, 7),)
+    frames: tuple[tuple[int, ...], ...] = ((1, 4, 7),)  # the positions of each sample's media tokens
     length: int = 13
-    media: int = 3
+    media: int = 3  # of each sample
 
 
 def inputs_of(case: Case, model: Any = None) -> dict[str, Any]:
-    """Return the arguments of `Flamingo.forward`."""
     ids, real = text(*case.frames, length=case.length), case.real()
     if real is not None:
         ids.masked_fill_(~real, PAD)
@@ -187,7 +178,6 @@ def inputs_of(case: Case, model: Any = None) -> dict[str, Any]:
 
 
 def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
-    """Return the same inputs for a rank that passes only its own media."""
     return frame_shard(inputs, {"vision_x": inputs["vision_x"].flatten(0, 1)}, group, layout)
 
 

@@ -51,22 +51,17 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **text: Any) ->
 class Case(TinyCase):
     """A batch of Qwen2.5-VL.
 
-    Attributes:
-        features: None, or "embeddings", those of the vision tower, as `visual_embeds`.
-        frames: the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
-            of a video.
-        packed: lengths of sequences packed in one row, which positions separate; empty: one.
-        timestamps: whether each temporal patch is a run of its own, behind two tokens of text, as in Qwen3-VL.
+    `frames` has the images and videos of each sample: (height, width) of an image in patches, or (time, height, width)
+    of a video. `features` is None or "embeddings", those of the vision tower, as `visual_embeds`.
     """
 
     frames: tuple[tuple[tuple[int, ...], ...], ...] = (((3, 4, 6), (6, 4)),)
     length: int = 44
-    packed: tuple[int, ...] = ()
-    timestamps: bool = False
+    packed: tuple[int, ...] = ()  # lengths of sequences in one row, which positions separate; empty: one
+    timestamps: bool = False  # whether each temporal patch is a run, behind two tokens of text, as in Qwen3-VL
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     rows, real = [], case.real()
     for sample, media in enumerate(case.frames):
@@ -181,5 +176,4 @@ def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "conti
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers and the layers of the vision tower."""
     return [*model.model.language_model.layers, *model.model.visual.blocks]

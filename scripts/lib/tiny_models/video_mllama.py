@@ -59,21 +59,14 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa", **config: Any) 
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of MOSS-Video-Preview; `features` is None, "frames" or "sample" (all frames in one row).
-
-    Attributes:
-        frames: the number of frames of each sample.
-        mask: "processor": a row sees the frames at or before it; "scattered": any frames; "none": no mask.
-        positions: whether the positions of frames are passed.
-    """
+    """A batch of MOSS-Video-Preview; `features` is None, "frames" or "sample" (all frames in one row)."""
 
     frames: tuple[int, ...] = (3,)
-    mask: str = "processor"
-    positions: bool = True
+    mask: str = "processor"  # a row sees the frames at or before it; "scattered": any frames; "none": no mask
+    positions: bool = True  # whether the positions of frames are passed
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     samples, length, most = len(case.frames), case.length, max(1, *case.frames)
     ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)

@@ -13,11 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention_cases import Case, errors, exact, inputs, run_case
 from mllm_seqpar.attention import attend
 from mllm_seqpar.attention.call_spec import AccumulateDtype, call_spec_for, problem_of
-from mllm_seqpar.attention.executor import BlockMath, FinalRows
+from mllm_seqpar.attention.executor import BlockMath
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.attention.ulysses import head_sharded
 from mllm_seqpar.comm import Communicator, run_loopback
-from mllm_seqpar.kernels import registry
+from mllm_seqpar.kernels import FinalRows, registry
 from mllm_seqpar.kernels.base import output_with_row_sums
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from mllm_seqpar.masks import BlockMasks
@@ -40,10 +40,10 @@ class Rounding(BlockedMatmulKernel):
         o, lse = super().forward(q, *args, **options)
         return o.to(q.dtype), lse
 
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, **options):
-        delta = options.pop("delta")
+    def backward(self, rows: FinalRows, k: Tensor, v: Tensor, **options):
+        q, o, _, do, delta = rows
         o = output_with_row_sums(do, delta, q.dtype) if o is None else o.to(q.dtype)
-        dq, dk, dv = super().backward(do, q, k, v, o, lse, **options)
+        dq, dk, dv = super().backward(rows._replace(o=o, delta=None), k, v, **options)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dense_attention import dense_attention
 from mllm_seqpar.attention.call_spec import with_kernels
-from mllm_seqpar.attention.executor import BlockMath, FinalRows, GradientAccumulator, PartialResult
+from mllm_seqpar.attention.executor import BlockMath, GradientAccumulator, PartialResult
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.masks.block_masks import decoder_mask
 
 

@@ -90,8 +90,8 @@ def test_invalid_arguments_are_named() -> None:
         "expected a FrameMask or None, got Tensor": (MaskError, (q, k, v), {"mask": visible}),
         "of its 9 frames of 3 tokens this rank holds frames": (MaskError, (q, k, v), {"mask": nine}),
         "units_per_frame: 4 does not": (MaskError, (q, k[:, :, :9], v[:, :, :9]), {"mask": six, "units_per_frame": 4}),
-        "scale: inf is not a finite number": (ConfigError, (q, k, v), {"scale": float("inf")}),
-        "return_lse: None is not a bool": (ConfigError, (q, k, v), {"return_lse": None}),
+        "scale: inf is invalid": (ConfigError, (q, k, v), {"scale": float("inf")}),
+        "return_lse: None is invalid": (ConfigError, (q, k, v), {"return_lse": None}),
     }
 
     def run(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Layer: one process, loopback ranks. In checkpointed regions, attention runs once and gradients have the same bits.
+"""Layer: one process. In checkpointed regions, attention runs once and gradients have the same bits.
 
 `off` computes attention again in the recomputation, as before; both must give the same bits.
 """
@@ -30,7 +30,8 @@ from mllm_seqpar.attention import (
     ring_attention,
     ulysses_attention,
 )
-from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm import Communicator
+from nccl_model import run_nccl_model
 
 ROWS, WIDTH, HEADS = 6, 48, 12
 SHAPE = (1, HEADS, ROWS, WIDTH // HEADS)
@@ -299,7 +300,7 @@ def test_recomputation_sends_nothing_but_head_shards_of_its_inputs(calls: list[s
 
     results = []
     for checkpointed in (False, True):
-        results.append(run_loopback(4, run, checkpointed))
+        results.append(run_nccl_model(4, run, checkpointed))
         assert len(calls) == 4 * 2
         del calls[:]
     sent_again = ("q", "k", "v") if name in ("ulysses", "hybrid") else ()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from attention_cases import Case, computed_entries, frame_mask, run_case, visible_frames
-from mllm_seqpar.attention import call_spec
+from attention_cases import Case, count_entries, frame_mask, run_case, visible_frames
 from mllm_seqpar.attention.call_spec import CallSpec
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.masks import BlockMasks
@@ -61,26 +58,7 @@ def test_rows_that_are_sent_attend_to_some_key() -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Score entries per head of every kernel call, on all ranks."""
     entries: list[int] = []
-    choose = call_spec.choose_kernel
-
-    class Counting:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel, self.name = kernel, kernel.name
-
-        def forward(self, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-            entries.append(computed_entries(q, k, options["intervals"]))
-            return self.kernel.forward(q, k, *args, **options)
-
-        def backward(self, do: Tensor, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-            entries.append(computed_entries(q, k, options["intervals"]))
-            return self.kernel.backward(do, q, k, *args, **options)
-
-    def counting(*args: Any, **options: Any) -> Any:
-        kernel, reason = choose(*args, **options)
-        return Counting(kernel), reason
-
-    monkeypatch.setattr(call_spec, "choose_kernel", counting)
-    monkeypatch.setattr(call_spec, "CALL_ENTRIES", 0)  # otherwise small calls with many holes are one
+    count_entries(monkeypatch, lambda count, _: entries.append(count))
     return entries
 
 
@@ -90,7 +68,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         *((mask, 9) for mask in ("random", "far frame", "growing", "own sample", "some rows", "holes")),
         pytest.param("holes", 150, marks=pytest.mark.slow),
-        ("every third frame", 90 * 8),
+        pytest.param("every third frame", 90 * 8, marks=pytest.mark.slow),
         ("random", 80),
     ],
 )

@@ -30,6 +30,7 @@ from mllm_seqpar.errors import ConfigError, DataError, VideoError
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from mllm_seqpar.videos.images import read_image
 from mllm_seqpar.videos.media_files import CACHE_VARIABLE
+from selections import slow_unless
 
 TEXTS = {"a.mp4": "Red.", "b.mkv": "Blue.", "1.png": "Green."}
 
@@ -196,9 +197,10 @@ FORMS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "save_to_disk": write_saved,
     **{f"tar with {members}": write_shards(members) for members in ("json and media", "chats", "other names")},
 }
+QUICK = ("LLaVA's list", "folder with metadata.csv", "parquet with bytes", "arrow with lists", "tar with chats")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_unless(lambda form: form in QUICK, FORMS))
 def test_every_form_gives_the_same_batches(
     tmp_path: Path, media: Path, processor: Any, reference: list[Any], form: str, cache: Path
 ) -> None:

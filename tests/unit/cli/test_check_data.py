@@ -116,10 +116,3 @@ def test_several_data_sets_and_one_video_of_many_questions(
     assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
         "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 images with 10 frames"
     ] * 2
-
-
-def test_help_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["check-data", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--workers WORKERS files opened at once" in shown and "DATA JSONL, JSON, CSV, parquet" in shown

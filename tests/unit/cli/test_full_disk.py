@@ -20,7 +20,7 @@ from mllm_seqpar.cli.outputs import require_writable_directory, write_text
 from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.errors import ConfigError, DataError, write_fault, writing
 from mllm_seqpar.inference.arguments import parse
-from mllm_seqpar.inference.ask import _create_outputs
+from mllm_seqpar.inference.ask import _videos
 
 LIMIT = 50_000
 TENSORS = {"a": torch.zeros(LIMIT)}
@@ -105,9 +105,9 @@ def test_outputs_of_ask_are_checked_before_the_work(option: str, tmp_path: Path)
     (tmp_path / "file").write_text("")
     argv = ["--model", "m", "--video", "v", "--question", "q", f"--{option}", str(tmp_path / "file" / "x")]
     with pytest.raises(ConfigError, match=rf"^--{option} .*: .*cannot be written \((Not a directory|File exists)\)"):
-        _create_outputs(parse(argv))
+        _videos(parse(argv), create=True)
     argv[-1] = str(tmp_path / "new" / "x")
-    _create_outputs(parse(argv))
+    _videos(parse(argv), create=True)
     assert not (tmp_path / "new" / "x").is_file()
 
 

@@ -1,7 +1,5 @@
 """Layer: one process. The command `mllm-seqpar`: its table, completion, convert and doctor."""
 
-import importlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -35,13 +33,6 @@ def test_help_lists_the_commands_and_an_unknown_one_takes_one_line(capsys: pytes
     assert main(["fintune", "--model", "x"]) == 2
     expected = "error: 'fintune' is not a command; did you mean finetune?; mllm-seqpar --help lists them\n"
     assert capsys.readouterr().err == expected
-
-
-def test_every_command_of_the_table_exists() -> None:
-    for name, command in COMMANDS.items():
-        module, _, function = command.entry.partition(":")
-        if importlib.util.find_spec(module) is not None or name not in ("finetune", "ask"):
-            assert callable(getattr(importlib.import_module(module), function)), name
 
 
 def test_exit_status_and_the_arguments_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +116,6 @@ REFUSED = [
     ("example", ["--output", "/dev/null/new"], "--output /dev/null/new: cannot be created (File exists); choose"),
     ("example", ["--output", "llava"], "exists and is not an empty directory; choose another name"),
     ("check-data", ["none.jsonl"], "none.jsonl: cannot be read (No such file or directory)"),
-    ("check-data", ["a.jsonl", "--fps", "inf"], "--fps: inf is not allowed; give more than 0"),
-    ("check-data", ["a.jsonl", "--fps", "nan"], "--fps: nan is not allowed"),
     ("check-data", ["a.jsonl", "--workers", "0"], "--workers: 0 is not allowed"),
     ("check-data", ["a.jsonl", "--fps", "1", "--num-frames", "3"], "--fps: 1, but num_frames is 3; give one of them"),
     ("check-data", ["a.jsonl", "--max-length", "3"], "--max_length needs --model"),

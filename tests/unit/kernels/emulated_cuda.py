@@ -302,12 +302,11 @@ def installed(*releases: str) -> Iterator[None]:
     found = {release: {**FLASH_ATTN, **FLASH_ATTN_4}.get(release, SimpleNamespace()) for release in releases}
     modules = dict.fromkeys([module for _, module in PACKAGES.values()])  # None: there is no such module
     modules |= {PACKAGES[release][1]: functions for release, functions in found.items()}
-    caches = (flash_attn._flash2_unavailable, flash_attn._flash3_unavailable, flash_attn._flash4_unavailable)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, modules))
         for release in FLASH_ATTN_3.keys() & releases:
             stack.enter_context(flash_attn_3(release))
-        for cached in caches:
+        for cached in (flash_attn.unavailable, flash_attn._declared):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         yield

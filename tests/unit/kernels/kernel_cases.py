@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.kernels import available_kernels, kernel_by_name
-from mllm_seqpar.kernels.base import BlockKernel
+from mllm_seqpar.kernels.base import BlockKernel, FinalRows, merge_
 from mllm_seqpar.masks import Intervals
+from tolerances import EXACT, relative_error
 
 CPU_KERNELS = ["blocked_matmul", "torch_cpu"]
 CUDA = torch.cuda.is_available()  # without one, the first CUDA kernel shows in the summary that tests were skipped
@@ -36,17 +38,18 @@ class Block:
     v: Tensor
     do: Tensor
     intervals: Intervals | None = None
+    scale: float | None = None
 
     @property
     def options(self) -> dict:
         """The keyword arguments of forward and backward."""
-        return {"scale": self.q.shape[-1] ** -0.5, "intervals": self.intervals}
+        return {"scale": self.q.shape[-1] ** -0.5 if self.scale is None else self.scale, "intervals": self.intervals}
 
     def part(self, start: int, stop: int) -> Block:
         """Return the block of some of the keys."""
         part = None if self.intervals is None else self.intervals.part(keys=(start, stop))
-        keys = slice(start, stop)
-        return Block(self.q, self.k[:, :, keys], self.v[:, :, keys], self.do, None if part and part.is_full else part)
+        k, v = (x[:, :, start:stop] for x in (self.k, self.v))
+        return replace(self, k=k, v=v, intervals=None if part and part.is_full else part)
 
 
 def block(
@@ -110,3 +113,37 @@ def dense(b: Block) -> Results:
     q, k, v = (x.detach().double().requires_grad_() for x in (b.q, b.k, b.v))
     o, lse = dense_attention(q, k, v, visible_keys(b), b.options["scale"])
     return Results(o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), b.do.double()))
+
+
+def run(kernel: BlockKernel, b: Block, *, of_delta: bool = False) -> Results:
+    """Return the results of a kernel; `of_delta`: backward gets delta instead of o."""
+    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
+    rows = FinalRows(b.q, o, lse, b.do)
+    rows = rows.with_delta()._replace(o=None) if of_delta else rows
+    return Results(o, lse, *kernel.backward(rows, b.k, b.v, **b.options))
+
+
+def run_split(kernel: BlockKernel, b: Block, *cuts: int) -> Results:
+    """Split the keys, merge the outputs, and pass the merged o and lse to the backward of each part."""
+    edges = [0, *cuts, b.k.shape[2]]
+    parts = [b.part(i, j) for i, j in itertools.pairwise(edges)]
+    wide = torch.float64 if b.q.dtype == torch.float64 else torch.float32
+    o = torch.zeros(b.q.shape, dtype=wide, device=b.q.device)
+    lse = torch.full(b.q.shape[:3], -torch.inf, dtype=wide, device=b.q.device)
+    for part in parts:
+        merge_(o, lse, *kernel.forward(part.q, part.k, part.v, **part.options))
+    grads = [kernel.backward(FinalRows(b.q, o, lse, b.do), part.k, part.v, **part.options) for part in parts]
+    dq = torch.stack([grad[0].to(wide) for grad in grads]).sum(0)
+    return Results(o, lse, dq, *(torch.cat([grad[i] for grad in grads], dim=2) for i in (1, 2)))
+
+
+def check(found: Results, b: Block) -> None:
+    exact, terms, bound = dense(b), sizes_of_terms(b), EXACT[b.q.dtype]
+    assert found.lse.dtype == (torch.float64 if b.q.dtype == torch.float64 else torch.float32)
+    assert found.lse.is_contiguous() and found.lse.shape == b.q.shape[:3] and found.o.shape == b.q.shape
+    hidden = exact.lse == -torch.inf
+    assert torch.equal(found.lse == -torch.inf, hidden)
+    assert not found.o[hidden].any() and not found.dq[hidden].any()
+    assert relative_error(found.lse[~hidden], exact.lse[~hidden], terms["lse"]) <= min(bound, 1e-3)
+    for name, value, right in zip(Results._fields, found, exact, strict=True):
+        assert name == "lse" or (value.isfinite().all() and relative_error(value, right, terms[name]) <= bound), name

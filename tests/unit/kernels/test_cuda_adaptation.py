@@ -11,11 +11,10 @@ import emulated_cuda
 import interpreted_triton
 import pytest
 import torch
-from kernel_cases import KINDS, Results, block, dense, sizes_of_terms
+from kernel_cases import KINDS, Block, block, check, dense, run, run_split
 
 from mllm_seqpar.kernels import cudnn, flash_attn, kernel_by_name, torch_cuda
-from mllm_seqpar.kernels.base import merge_, row_sums
-from tolerances import EXACT, relative_error
+from tolerances import relative_error
 
 pytestmark = pytest.mark.rounding
 
@@ -44,35 +43,20 @@ def test_one_block_equals_dense_attention(emulated, groups):
     for kind in kinds_of(emulated):
         for keys in (33, 70, 2 if emulated.name == "cuda_cudnn" else 1, 0):
             b = block(groups=groups, dtype=torch.bfloat16, **{"keys": keys, **KINDS[kind]})
-            o, lse = emulated.forward(b.q, b.k, b.v, **b.options)
-            found = Results(o, lse, *emulated.backward(b.do, b.q, b.k, b.v, o, lse, **b.options))
-            exact, terms = dense(b), sizes_of_terms(b)
-            assert torch.equal(lse == -torch.inf, exact.lse == -torch.inf) and lse.is_contiguous()
-            for name, value, right in zip(Results._fields, found, exact, strict=True):
-                assert name == "lse" or relative_error(value, right, terms[name]) <= EXACT[torch.bfloat16], (kind, name)
+            check(run(emulated, b), b)
 
 
 def test_backward_takes_a_merged_float32_output(emulated):
     b = block(dtype=torch.bfloat16, masked="masked" in kinds_of(emulated))
-    o, lse = torch.zeros(b.q.shape), torch.full(b.q.shape[:3], -torch.inf)
-    parts = [b.part(0, 40), b.part(40, 70)]
-    for part in parts:
-        merge_(o, lse, *emulated.forward(part.q, part.k, part.v, **part.options))
-    dq = sum(emulated.backward(b.do, b.q, part.k, part.v, o, lse, **part.options)[0].float() for part in parts)
-    assert relative_error(o, dense(b).o) <= EXACT[torch.bfloat16]
-    assert relative_error(dq, dense(b).dq) <= EXACT[torch.bfloat16]
+    check(run_split(emulated, b, 40), b)
 
 
 def test_backward_of_rows_of_another_rank_has_the_error_of_their_o(emulated):
     """delta replaces o: the o that the operator is given has the row sums of the true one, to more than 16 bits."""
     for kind in kinds_of(emulated):
         b = block(groups=2, dtype=torch.bfloat16, **KINDS[kind])
-        o, lse = emulated.forward(b.q, b.k, b.v, **b.options)
-        o = o.to(b.q.dtype)
-        expected = emulated.backward(b.do, b.q, b.k, b.v, o, lse, **b.options)
-        found = emulated.backward(b.do, b.q, b.k, b.v, None, lse, delta=row_sums(b.do, o), **b.options)
-        exact = dense(b)[2:]
-        for ours, with_o, right in zip(found, expected, exact, strict=True):
+        found, expected = (run(emulated, b, of_delta=x)[2:] for x in (True, False))
+        for ours, with_o, right in zip(found, expected, dense(b)[2:], strict=True):
             assert relative_error(ours, right) <= 1.01 * relative_error(with_o, right), kind
 
 
@@ -85,26 +69,20 @@ def test_cudnn_divides_the_keys_for_few_rows(keys, monkeypatch):
     interpreted_triton.with_bfloat16(monkeypatch)
     b, kernel = block(batch=1, groups=2, keys=keys, dtype=torch.bfloat16), cudnn.CudaCudnnKernel()
     assert cudnn.parts_of_keys(b.q[:, :2], b.k) == {60: 3, 63: 3, 67: 1}[keys]
-    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
-    found = Results(o, lse, *kernel.backward(b.do, b.q, b.k, b.v, o, lse, **b.options))
-    for name, value, right in zip(Results._fields, found, dense(b), strict=True):
-        assert value.shape == right.shape and relative_error(value, right) <= EXACT[torch.bfloat16], name
+    check(run(kernel, b), b)
 
 
 def test_unaligned_views_are_copied(emulated):
     b = block(dtype=torch.bfloat16)
-    odd = {name: torch.nn.functional.pad(getattr(b, name), (1, 0))[..., 1:] for name in ("q", "k", "v", "do")}
-    o, lse = emulated.forward(odd["q"], odd["k"], odd["v"], **b.options)
-    grads = emulated.backward(odd["do"], odd["q"], odd["k"], odd["v"], o, lse, **b.options)
-    expected = emulated.backward(b.do, b.q, b.k, b.v, *emulated.forward(b.q, b.k, b.v, **b.options), **b.options)
-    torch.testing.assert_close(tuple(grads), tuple(expected))
+    odd = Block(*(torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (b.q, b.k, b.v, b.do)))
+    torch.testing.assert_close(run(emulated, odd), run(emulated, b))
 
 
 def test_flash_attn_with_an_unknown_required_argument_is_rejected(monkeypatch):
     def future(q, k, v, dropout_p, softmax_scale, causal, sinks):
         raise AssertionError("must not be called")
 
-    monkeypatch.setattr(flash_attn, "_flash2", lambda: SimpleNamespace(_flash_attn_forward=future))
+    monkeypatch.setattr(flash_attn, "_functions", lambda version: SimpleNamespace(_flash_attn_forward=future))
     b = block(dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="needs sinks"):
         flash_attn.FlashAttnKernel().forward(b.q, b.k, b.v, **b.options)

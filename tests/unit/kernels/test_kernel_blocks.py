@@ -6,48 +6,17 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import KINDS, Block, Results, block, dense, kernel_for, on_every_kernel, sizes_of_terms
+from kernel_cases import KINDS, Block, Results, block, check, dense, kernel_for, on_every_kernel, run, run_split
 from torch import Tensor
 from torch.nn import functional as F
 
 from memory_meters import Peak
-from mllm_seqpar.kernels.base import BlockKernel, merge, merge_
+from mllm_seqpar.kernels.base import FinalRows, merge
 from mllm_seqpar.kernels.blocked_matmul import BlockedMatmulKernel
 from mllm_seqpar.masks import Intervals
-from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, DRIFT, EXACT, drift, relative_error
+from tolerances import AGAINST_ONE_DEVICE, AGAINST_ONE_DEVICE_FLOAT32_PARTIALS, DRIFT, drift, relative_error
 
 pytestmark = pytest.mark.rounding
-
-
-def run(kernel: BlockKernel, b: Block) -> Results:
-    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
-    return Results(o, lse, *kernel.backward(b.do, b.q, b.k, b.v, o, lse, **b.options))
-
-
-def run_split(kernel: BlockKernel, b: Block, *cuts: int) -> Results:
-    """Split the keys, merge the outputs, and pass the merged o and lse to the backward of each part."""
-    edges = [0, *cuts, b.k.shape[2]]
-    parts = [b.part(i, j) for i, j in itertools.pairwise(edges)]
-    wide = torch.float64 if b.q.dtype == torch.float64 else torch.float32
-    o = torch.zeros(b.q.shape, dtype=wide, device=b.q.device)
-    lse = torch.full(b.q.shape[:3], -torch.inf, dtype=wide, device=b.q.device)
-    for part in parts:
-        merge_(o, lse, *kernel.forward(part.q, part.k, part.v, **part.options))
-    grads = [kernel.backward(part.do, part.q, part.k, part.v, o, lse, **part.options) for part in parts]
-    dq = torch.stack([grad[0].to(wide) for grad in grads]).sum(0)
-    return Results(o, lse, dq, *(torch.cat([grad[i] for grad in grads], dim=2) for i in (1, 2)))
-
-
-def check(found: Results, b: Block) -> None:
-    exact, terms, bound = dense(b), sizes_of_terms(b), EXACT[b.q.dtype]
-    assert found.lse.dtype == (torch.float64 if b.q.dtype == torch.float64 else torch.float32)
-    assert found.lse.is_contiguous() and found.lse.shape == b.q.shape[:3] and found.o.shape == b.q.shape
-    hidden = exact.lse == -torch.inf
-    assert torch.equal(found.lse == -torch.inf, hidden)
-    assert not found.o[hidden].any() and not found.dq[hidden].any()
-    assert relative_error(found.lse[~hidden], exact.lse[~hidden], terms["lse"]) <= min(bound, 1e-3)
-    for name, value, right in zip(Results._fields, found, exact, strict=True):
-        assert name == "lse" or (value.isfinite().all() and relative_error(value, right, terms[name]) <= bound), name
 
 
 @on_every_kernel
@@ -130,8 +99,9 @@ def test_inputs_may_be_views(name, device, kind):
         assert not all(x.is_contiguous() for x in views.values())
         found = run(kernel, Block(**views, intervals=b.intervals))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    views = (b.do.mT.contiguous().mT, b.q, b.k, b.v, expected.o.mT.contiguous().mT, expected.lse.mT.contiguous().mT)
-    torch.testing.assert_close(tuple(kernel.backward(*views, **b.options)), expected[2:], rtol=1e-5, atol=1e-5)
+    rows = FinalRows(b.q, *(x.mT.contiguous().mT for x in (expected.o, expected.lse, b.do)))
+    found = kernel.backward(rows, b.k, b.v, **b.options)
+    torch.testing.assert_close(tuple(found), expected[2:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["blocked_matmul", "torch_cpu"])

@@ -12,7 +12,8 @@ from torch import Tensor
 from fake_cuda import DeviceOperators, fake_cuda
 from mllm_seqpar.attention import decode_attention, lv_xattn
 from mllm_seqpar.attention.call_spec import with_kernels
-from mllm_seqpar.attention.executor import BlockMath, FinalRows, GradientAccumulator, PartialResult
+from mllm_seqpar.attention.executor import BlockMath, GradientAccumulator, PartialResult
+from mllm_seqpar.kernels import FinalRows
 from mllm_seqpar.masks import FrameMask, Intervals
 
 FORWARD, BACKWARD = 12, 16

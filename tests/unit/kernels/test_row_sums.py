@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import CPU_KERNELS, KINDS, Block, block, kernel_for
+from kernel_cases import CPU_KERNELS, KINDS, block, kernel_for, run
 from torch import Tensor
 
 from mllm_seqpar.kernels.base import output_with_row_sums, row_sums
@@ -76,14 +76,6 @@ def test_row_of_zeros_gives_exact_zeros_and_nan_stays(dtype: torch.dtype) -> Non
     assert found[:, :, 4].isnan().any(dim=-1).all() and not found[:, :, 5:].isnan().any()
 
 
-def gradients(b: Block, name: str, *, of_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = kernel_for(name, b)
-    o, lse = kernel.forward(b.q, b.k, b.v, **b.options)
-    if not of_delta:
-        return kernel.backward(b.do, b.q, b.k, b.v, o, lse, **b.options)
-    return kernel.backward(b.do, b.q, b.k, b.v, None, lse, delta=row_sums(b.do, o), **b.options)
-
-
 @pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1.0, 1e-25, 1e30])
@@ -92,7 +84,7 @@ def test_gradients_from_delta_equal_those_from_o(name: str, kind: str, size: flo
         b = block(dtype=dtype, **KINDS[kind])
         b.do[:, :, 7] = 0.0
         b.do *= size
-        found, expected = (gradients(b, name, of_delta=x) for x in (True, False))
+        found, expected = (run(kernel_for(name, b), b, of_delta=x)[2:] for x in (True, False))
         assert not found[0][:, :, 7].any()
         for ours, with_o in zip(found, expected, strict=True):
             torch.testing.assert_close(ours / size, with_o / size, rtol=1e-4, atol=1e-4)

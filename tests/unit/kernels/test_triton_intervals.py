@@ -7,28 +7,28 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import interpreted_triton
+import kernel_cases
 import pytest
 import torch
-from torch import Tensor
+from kernel_cases import Block, Results, dense, run, run_split
 
-from dense_attention import dense_attention, squared_terms
 from mllm_seqpar.attention import functional
 from mllm_seqpar.comm import run_loopback
 from mllm_seqpar.kernels import registry, triton_launches
-from mllm_seqpar.kernels.base import merge_, output_with_row_sums, row_sums
+from mllm_seqpar.kernels.base import FinalRows, merge_, output_with_row_sums, row_sums
 from mllm_seqpar.kernels.triton_intervals import TritonIntervalsKernel
 from mllm_seqpar.masks import FrameMask, Intervals
+from selections import slow_unless
 from tolerances import EXACT, relative_error
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
 
-NAMES = ("o", "lse", "dq", "dk", "dv")
 FAMILIES = ("random", "stairs", "window", "packed", "holes", "few")
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, do."""
+KERNEL = TritonIntervalsKernel()
 
 
 @pytest.fixture(autouse=True)
@@ -55,49 +55,21 @@ def intervals(family: str, batch: int, rows: int, keys: int) -> Intervals:
     return Intervals(low, high, keys)
 
 
-def random_inputs(batch=1, heads=2, groups=1, rows=40, keys=90, dim=16, dtype=torch.float32) -> Inputs:
-    q, do = torch.randn(2, batch, heads, rows, dim).to(dtype)
-    k, v = torch.randn(2, batch, groups, keys, dim).to(dtype)
-    return q, k, v, do
+def block(family: str | None = None, scale: float | None = None, **sizes) -> Block:
+    """Return a random block with a mask of one family."""
+    b = kernel_cases.block(**{"batch": 1, "heads": 2, "groups": 1, "rows": 40, "keys": 90} | sizes)
+    mask = None if family is None else intervals(family, b.q.shape[0], b.q.shape[2], b.k.shape[2])
+    return replace(b, intervals=mask, scale=scale)
 
 
-def attention(inputs: Inputs, mask: Intervals | None, scale: float) -> tuple[Tensor, ...]:
-    """Return o, lse, dq, dk, dv of the kernel."""
-    q, k, v, do = inputs
-    options = {"scale": scale, "intervals": mask}
-    o, lse = TritonIntervalsKernel().forward(q, k, v, **options)
-    return o, lse, *TritonIntervalsKernel().backward(do, q, k, v, o, lse, **options)
+def check(b: Block, found: Results | None = None) -> None:
+    """Compare the results of a block (None: of the kernel) with float64."""
+    found = run(KERNEL, b) if found is None else found
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in found)
+    kernel_cases.check(found, b)
 
 
-def check(family: str | None, *, scale: float | None = None, **sizes) -> None:
-    """Compare one random block with float64."""
-    inputs = q, k, _, _ = random_inputs(**sizes)
-    mask = None if family is None else intervals(family, q.shape[0], q.shape[2], k.shape[2])
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    compare(attention(inputs, mask, scale), inputs, mask, scale)
-
-
-def visible(mask: Intervals | None) -> Tensor | None:
-    return None if mask is None else mask.expand(torch.device("cpu"), slice(None), slice(None), slice(0, mask.keys))
-
-
-def compare(found: tuple[Tensor, ...], inputs: Inputs, mask: Intervals | None, scale: float) -> None:
-    *leaves, do = (x.detach().double().requires_grad_() for x in inputs)
-    o, lse = dense_attention(*leaves, visible(mask), scale)
-    exact = o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do.detach())
-    terms = squared_terms(*inputs, visible(mask), scale)
-    hidden = exact[1] == -torch.inf
-    assert torch.equal(found[1] == -torch.inf, hidden)
-    assert not found[0][hidden].any() and not found[2][hidden].any()
-    for name, value, right in zip(NAMES, found, exact, strict=True):
-        assert value.dtype == torch.float32 and value.is_contiguous() and value.shape == right.shape
-        size = terms[name].masked_fill(~terms[name].isfinite(), 0.0).sum().sqrt()
-        value, right = (x.masked_fill(x == -torch.inf, 0.0) for x in (value, right))
-        bound = min(EXACT[inputs[0].dtype], 1e-3) if name == "lse" else EXACT[inputs[0].dtype]
-        assert relative_error(value, right, size) <= bound, name
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, None])
+@pytest.mark.parametrize("family", slow_unless(lambda family: family in ("stairs", "holes", None), [*FAMILIES, None]))
 def test_masks_equal_dense_attention(family):
     torch.manual_seed(0)
     for sizes in (
@@ -106,14 +78,16 @@ def test_masks_equal_dense_attention(family):
         {"rows": 33, "keys": 17},
         {"keys": 1},
     ):
-        check(family, **sizes)
+        check(block(family, **sizes))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_unless(lambda dtype: dtype is torch.bfloat16, [torch.bfloat16, torch.float16, torch.float32]), ids=str
+)
 def test_head_dims_and_dtypes(dtype):
     torch.manual_seed(0)
     for dim in (64, 72, 80, 96, 128, 256):
-        check("stairs", dim=dim, dtype=dtype, rows=33, keys=70)
+        check(block("stairs", dim=dim, dtype=dtype, rows=33, keys=70))
 
 
 @pytest.mark.slow
@@ -123,7 +97,7 @@ def test_random_masks_of_random_sizes(family):
     for _ in range(6):
         batch, groups, repeat = (int(x) for x in torch.randint(1, 4, (3,)))
         rows, keys = (int(x) for x in torch.randint(1, 130, (2,)))
-        check(family, batch=batch, heads=groups * repeat, groups=groups, rows=rows, keys=keys, dim=8)
+        check(block(family, batch=batch, heads=groups * repeat, groups=groups, rows=rows, keys=keys, dim=8))
 
 
 def test_rows_are_looked_at_in_several_chunks(monkeypatch):
@@ -131,83 +105,70 @@ def test_rows_are_looked_at_in_several_chunks(monkeypatch):
     monkeypatch.setattr(triton_launches, "rows_at_once", lambda repeat: 64)
     torch.manual_seed(0)
     for family in ("stairs", "packed", "random"):
-        check(family, rows=2 * 64 + 3, keys=70)
+        check(block(family, rows=2 * 64 + 3, keys=70))
 
 
-@pytest.mark.parametrize("family", ["stairs", "holes", None])
+@pytest.mark.parametrize("family", slow_unless(lambda family: family == "holes", ["stairs", "holes", None]))
 def test_keys_are_divided_for_few_rows(family, monkeypatch):
     """Empty parts, parts that a row does not see, and a last part that is shorter."""
     monkeypatch.setattr(triton_launches, "_parts", lambda programs, keys, q: 5)
     torch.manual_seed(0)
     for rows, keys in ((3, 330), (20, 100)):
-        check(family, heads=4, groups=2, rows=rows, keys=keys)
+        check(block(family, heads=4, groups=2, rows=rows, keys=keys))
 
 
 def test_intervals_may_be_shared_by_the_batch_and_scale_negative():
     torch.manual_seed(0)
-    inputs, mask = random_inputs(batch=3, rows=20, keys=50), intervals("random", 1, 20, 50)
-    compare(attention(inputs, mask, -0.3), inputs, mask, -0.3)
+    check(replace(block(batch=3, rows=20, keys=50, scale=-0.3), intervals=intervals("random", 1, 20, 50)))
 
 
 def test_logits_of_ten_thousand_do_not_overflow():
     torch.manual_seed(0)
-    q, k, v, do = random_inputs()
-    mask, q = intervals("random", 1, 40, 90), 4e3 * q
-    found, exact = attention((q, k, v, do), mask, 1.0), dense_attention(q, k, v, visible(mask), 1.0)
-    assert found[1].abs()[found[1] > -torch.inf].max() > 1e4 and all(x.isfinite().all() for x in found[2:])
-    assert relative_error(found[0], exact[0]) <= 1e-2
+    b = block("random", size=4e3, scale=1.0)
+    found = run(KERNEL, b)
+    assert found.lse.abs()[found.lse > -torch.inf].max() > 1e4 and all(x.isfinite().all() for x in found[2:])
+    assert relative_error(found.o, dense(b).o) <= 1e-2
 
 
 def test_inputs_may_be_views_and_do_float32():
     torch.manual_seed(0)
-    inputs = random_inputs(batch=2, heads=4, groups=2, rows=20, keys=50, dtype=torch.bfloat16)
-    mask = intervals("random", 2, 20, 50)
-    expected = attention(inputs, mask, 0.25)
+    b = block("random", batch=2, heads=4, groups=2, rows=20, keys=50, dtype=torch.bfloat16)
+    expected = run(KERNEL, b)
     for view in (
         lambda x: torch.nn.functional.pad(x, (0, 0, 3, 2))[:, :, 3:-2],
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         lambda x: x.mT.contiguous().mT,
     ):
-        q, k, v, do = (view(x) for x in inputs)
+        q, k, v, do = (view(x) for x in (b.q, b.k, b.v, b.do))
         assert not any(x.is_contiguous() for x in (q, k, v, do))
-        found = attention((q, k, v, do.float()), mask, 0.25)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        found = run(KERNEL, Block(q, k, v, do.float(), b.intervals))
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("keys", [80, 300])
 def test_backward_takes_the_merged_output_or_its_row_sums(keys):
     """Rows that see nothing of one of two blocks have the log-sum-exp of the other; also beside rows that see all."""
     torch.manual_seed(0)
-    inputs = q, k, v, do = random_inputs(heads=4, groups=2, rows=30, keys=keys)
-    mask, kernel, cut = intervals("random", 1, 30, keys), TritonIntervalsKernel(), 35
+    b, cut = block("random", heads=4, groups=2, rows=30, keys=keys), 35
     if keys == 300:
         cut, even = 150, torch.arange(30)[None] % 2 == 0
-        mask = Intervals(torch.where(even, cut, 0), torch.full((1, 30), keys), keys)
-    o, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
-    parts = [
-        (k[:, :, a:b], v[:, :, a:b], {"scale": 0.25, "intervals": mask.part(keys=(a, b))})
-        for a, b in ((0, cut), (cut, keys))
-    ]
-    for some_k, some_v, options in parts:
-        merge_(o, lse, *kernel.forward(q, some_k, some_v, **options))
-    grads = [kernel.backward(do, q, some_k, some_v, o, lse, **options) for some_k, some_v, options in parts]
-    found = o, lse, grads[0][0] + grads[1][0], *(torch.cat([grad[i] for grad in grads], 2) for i in (1, 2))
-    compare(found, inputs, mask, 0.25)
-    some_k, some_v, options = parts[0]
-    again = kernel.backward(do, q, some_k, some_v, None, lse, delta=row_sums(do, o), **options)
-    assert all(torch.equal(a, b) for a, b in zip(again, grads[0], strict=True))
+        b.intervals = Intervals(torch.where(even, cut, 0), torch.full((1, 30), keys), keys)
+    found = run_split(KERNEL, b, cut)
+    check(b, found)
+    rows, part = FinalRows(b.q, found.o, found.lse, b.do), b.part(0, cut)
+    grads = (KERNEL.backward(x, part.k, part.v, **part.options) for x in (rows, rows.with_delta()._replace(o=None)))
+    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
 
 
 def test_keys_before_and_after_all_intervals_are_not_read():
     torch.manual_seed(0)
-    q, k, v, do = random_inputs(keys=300)
     low, high = torch.randint(150, 211, (2, 1, 40)).sort(dim=0).values
-    mask = Intervals(low, high, 300)
-    first, stop = mask.span
-    expected = attention((q, k, v, do), mask, 0.25)
-    for x in (k, v):
+    block_of_keys = replace(block(keys=300), intervals=Intervals(low, high, 300))
+    first, stop = block_of_keys.intervals.span
+    expected = run(KERNEL, block_of_keys)
+    for x in (block_of_keys.k, block_of_keys.v):
         x[:, :, :first], x[:, :, stop:] = torch.nan, torch.nan
-    found = attention((q, k, v, do), mask, 0.25)
+    found = run(KERNEL, block_of_keys)
     assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
     for a, b in zip(found[3:], expected[3:], strict=True):
         assert torch.equal(a[:, :, first:stop], b[:, :, first:stop])
@@ -254,6 +215,7 @@ def test_programs_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path):
         assert "problem" not in row and row["shared_kib"] <= row["limit_kib"], row
 
 
+@pytest.mark.slow
 def test_package_does_not_import_triton():
     code = "import sys, mllm_seqpar, mllm_seqpar.kernels, mllm_seqpar.patching; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

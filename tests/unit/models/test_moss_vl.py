@@ -326,9 +326,13 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("part", "changed", "message"),
         [
-            ("text_config", {"cross_attention_layers": [0, 2]}, "expected distinct layers from 1 to 47"),
-            ("text_config", {"cross_attention_layers": [2, 48]}, "expected distinct layers from 1 to 47"),
-            ("vision_config", {"deepstack_visual_indexes": [8, 27]}, "expected distinct blocks of the tower"),
+            ("text_config", {"cross_attention_layers": [0, 2]}, "expected distinct numbers from 1 to 47"),
+            ("text_config", {"cross_attention_layers": [2, 48]}, "expected distinct numbers from 1 to 47"),
+            (
+                "vision_config",
+                {"deepstack_visual_indexes": [8, 27]},
+                "distinct numbers from 0 to 26: blocks",
+            ),
             ("vision_config", {"out_hidden_size": 3584}, "out_hidden_size is 3584 and hidden_size of the text is 4096"),
             ("vision_config", {"temporal_patch_size": 2}, "temporal_patch_size is 2; expected 1"),
             ("text_config", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),

@@ -240,7 +240,7 @@ def test_token_embeddings_can_be_resized() -> None:
     [
         ({"gate": "blended"}, "gate is 'blended'; expected one of .*per_head.*vector.*None"),
         ({"gate": "auto"}, "gate is 'auto'"),
-        ({"projector_layers": 3}, "projector_layers is 3; expected 1 or 2"),
+        ({"projector_layers": 3}, "projector_layers is 3; expected one of 1, 2, None"),
         ({"vision_batch_size": 0}, "vision_batch_size is 0"),
         ({"variant": "fused"}, "gate=None for 'fused'"),
         ({"hyper_layers": [0, 2]}, "counted from 1"),

@@ -102,7 +102,7 @@ class TestDirectories:
             MPlugOwl3Processor.from_pretrained(published, image_size=378)
         given: dict[str, Any] = {"image_size": 378, "video_span": True}
         assert options(MPlugOwl3Processor.from_pretrained(published, **given, cut_template="v3")) == OPTIONS[None]
-        with pytest.raises(ConfigError, match="cut_template is 'v1'; expected one of v2, v3"):
+        with pytest.raises(ConfigError, match="cut_template is 'v1'; expected one of 'v2', 'v3'"):
             MPlugOwl3Processor.from_pretrained(published, **given, cut_template="v1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mllm_seqpar._compat import cache_argument, cache_name
 from mllm_seqpar.errors import ConfigError, DataError, ShapeError
 from mllm_seqpar.models.loading import load_config, load_model
 from mllm_seqpar.models.video_mllama import VideoMllamaConfig, VideoMllamaForConditionalGeneration
+from selections import slow_unless
 from tiny_models.video_mllama import Case, inputs_of, tiny_config, tiny_model
 
 NUMBERS = json.loads(Path(published.__file__).with_suffix(".json").read_text())
@@ -53,8 +55,10 @@ def write(folder: Path, case: dict[str, Any]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
-@pytest.mark.parametrize("name", published.CASES)
+@pytest.mark.parametrize(
+    ("name", "patched"),
+    slow_unless(lambda row: not row[1] or row[0] == "average", itertools.product(published.CASES, (False, True))),
+)
 def test_published_directory_computes_what_the_published_code_computes(
     name: str, patched: bool, tmp_path: Path
 ) -> None:

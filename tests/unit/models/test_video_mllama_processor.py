@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from family_directories import make_video_mllama
+from family_directories import make_mllama
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.processors.video_mllama.processing import frame_numbers
@@ -19,7 +19,7 @@ BEGIN = "<|begin_of_text|>"
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("model")
-    make_video_mllama(Path(folder))
+    make_mllama(Path(folder), video=True)
     return load_processor(str(folder))
 
 

@@ -52,7 +52,8 @@ def most(timelines: Sequence[RankTimeline], name: str) -> Any:
 
 def computing(*call: Any, **options: Any) -> float:
     """Return the seconds of attention of the rank that computes most."""
-    return most(call_timelines(*call, **options), "computing")
+    timelines = call_timelines(*call, **options)
+    return max(sum(end - start for kind, start, end in rank.spans if kind == "compute") for rank in timelines)
 
 
 def flops(problem: Problem, backward: bool) -> float:

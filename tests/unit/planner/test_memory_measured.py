@@ -5,6 +5,7 @@ and of the receive buffers that calls leave allocated. The K and V of whole mode
 the tests of the memory benchmark.
 """
 
+import functools
 import sys
 import types
 from dataclasses import replace
@@ -45,6 +46,9 @@ from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 pytestmark = pytest.mark.rounding
 
+KERNEL = "torch_cpu"
+"""With "auto", one process computes text with torch's own attention, which saves less than the block kernels."""
+
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 ONE_RANK = ParallelSpec("lv-xattn", (1, 1))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -64,22 +68,6 @@ def owl(dtype: torch.dtype) -> tuple[Any, ModelSizes]:
 def saved_in_training(model: Any, dtype: torch.dtype, frames: int, length: int) -> int:
     ids, pixels = tiny_text(frames, length=length), tiny_frames(frames).to(dtype)
     return saved(lambda: model(input_ids=ids, pixel_values=pixels, labels=ids), *model.parameters())
-
-
-@pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)], ids=str)
-def test_text_token_saves_as_many_bytes_as_planned(dtype: torch.dtype, chunk: int | None) -> None:
-    """The difference between two lengths of text."""
-    model, sizes = owl(dtype)
-    # With "auto", one process computes text with torch's own attention, which saves less than the block kernels.
-    model = patch_model(model, strategy="lv-xattn", mlp_chunk_size=chunk, kernel="torch_cpu").train()
-
-    def planned(text: int) -> int:
-        run = workload(sizes, dtype, 4, text, mlp_chunk_size=chunk)
-        return peak_memory(run, ONE_RANK)["activations"] - text * 256 * (dtype.itemsize + 8)  # without logits
-
-    measured = saved_in_training(model, dtype, 4, 256) - saved_in_training(model, dtype, 4, 128)
-    logits = 128 * 256 * 4  # 128 tokens, 256 words, float32
-    assert planned(256) - planned(128) == pytest.approx(measured - logits, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -241,25 +229,30 @@ def saved_by_qwen(
     inputs = testing.inputs_of(case, model)
     inputs["pixel_values_videos"] = inputs["pixel_values_videos"].to(dtype)
     inputs["labels"] = inputs["input_ids"]
-    # With "auto", one process computes with torch's own attention, which saves less than the block kernels.
-    model = patch_model(model, kernel="torch_cpu", **options).train()
+    model = patch_model(model, kernel=KERNEL, **options).train()
     return saved(lambda: model(**inputs), *model.parameters())
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", ["mplug_owl3", *CLASSES])
 @pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, None), (torch.bfloat16, 64)])
-def test_qwen_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dtype, chunk: int | None) -> None:
-    """The difference between two lengths; the norm before the head, once in a model, is not planned."""
-    sizes = qwen_sizes(family)
+def test_text_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dtype, chunk: int | None) -> None:
+    """The difference between two lengths; the norm before Qwen's head, once in a model, is not planned."""
+    if family == "mplug_owl3":
+        (model, sizes), words, norm = owl(dtype), 256, 0
+        model = patch_model(model, strategy="lv-xattn", mlp_chunk_size=chunk, kernel=KERNEL).train()
+        saved_by = functools.partial(saved_in_training, model, dtype, 4)
+    else:
+        sizes, words, norm = qwen_sizes(family), WORDS, 256 * (4 + 2 * dtype.itemsize)
+        saved_by = functools.partial(saved_by_qwen, family, dtype, 1, mlp_chunk_size=chunk)
 
     def planned(text: int) -> int:
-        run = qwen_workload(sizes, dtype, 1, text, trained="language", mlp_chunk_size=chunk)
-        logits = text * WORDS * (dtype.itemsize + 8)
-        return peak_memory(run, ONE_RING)["activations"] - logits + text * 256 * (4 + 2 * dtype.itemsize)
+        run = workload(sizes, dtype, 4, text, trained="language", mlp_chunk_size=chunk)
+        return peak_memory(run, ONE_RING)["activations"] + text * (
+            norm - words * (dtype.itemsize + 8)
+        )  # without logits
 
-    options = {"mlp_chunk_size": chunk}
-    measured = saved_by_qwen(family, dtype, 1, 192, **options) - saved_by_qwen(family, dtype, 1, 128, **options)
-    assert planned(192) - planned(128) == pytest.approx(measured - 64 * WORDS * 4, rel=0.02)  # logits in float32
+    measured = saved_by(length=192) - saved_by(length=128)
+    assert planned(192) - planned(128) == pytest.approx(measured - 64 * words * 4, rel=0.02)  # logits in float32
 
 
 @FAMILIES

@@ -17,7 +17,8 @@ from mllm_seqpar.planner import read_cluster
 from mllm_seqpar.videos import reader
 
 RUN = "--model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4"
-QWEN = "--model qwen2_5_vl_7b --frames 1024 --text 1024 --gpus 8 --cluster a100-80g-8xN"
+QWEN = "--model qwen2_5_vl_7b --gpus 8 --cluster a100-80g-8xN --frames 1024 --text 1024"
+SHORT = "--model qwen2_5_vl_7b --gpus 8 --frames 64 --text 64 --cluster h200-141g-8xN --trained none"
 TOO_LONG = "--frames 86400 --text 90000"
 ANSWER = f"{QWEN} --trained none --answer 64"
 
@@ -48,6 +49,8 @@ def plan_json(capsys: pytest.CaptureFixture[str], options: str = "") -> dict[str
         ("--strategy lv-xattn", ["No other strategy was compared."], ["GPU-hours"]),
         ("--samples 10001 --epochs 2 --batch 2", ["10,001 samples x 2 epochs in 10,002 steps of 2 on 16 GPUs: lv"], []),
         ("--samples 10001", [" ring: ", "GPU-hours"], []),
+        ("--frames 28000 --text 32096 --strategy ring lv-xattn", ["No other strategy fits."], []),
+        (f"{SHORT} --samples 10", ["Best: ulysses", " ring: 0.000168 hours"], ["0.00134 GPU-hours ring"]),  # once
         ("--lora_r 16 --lora_target attention mlp", ["0.0404 B trained (LoRA of rank 16 on attention, mlp)"], []),
         ("--lora_r 16 --base_parameter 0.5", ["frozen weights of 0.5, adapters of 4"], []),
         ("--visual_offload cpu --trained none", ["features of a rank in host memory 1.34 GB"], []),

@@ -49,6 +49,7 @@ train()
 """
 
 
+@pytest.mark.slow
 def test_a_program_with_an_error_that_nothing_catches_ends_while_items_wait_for_the_limit() -> None:
     ended = subprocess.run([*PYTHON, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: out of memory\n")
