@@ -51,11 +51,13 @@ def chat_family(processor: Any) -> ChatFamily:
         for family, chat_format in [*_external_formats(), *built_in_chats(names)]:
             if name in chat_format.processors:
                 return chat_format(processor, family)
+    external = [name for _, chat_format in _external_formats() for name in chat_format.processors]
+    known = external + [entry.processor for entry in family_index().values()]
     raise ConfigError(
-        f"no model family has a chat format for a {type(processor).__name__}; expected one of "
-        f"{', '.join(known_processors())}. Copy the processor files of the model (processor_config.json or "
-        "preprocessor_config.json, and the tokenizer) into its directory, or register a family whose chat format names "
-        "this class in `processors` (mllm_seqpar.register_adapter)"
+        f"no model family has a chat format for a {type(processor).__name__}; expected one of {', '.join(known)}. "
+        "Copy the processor files of the model (processor_config.json or preprocessor_config.json, and the tokenizer) "
+        "into its directory, or register a family whose chat format names this class in `processors` "
+        "(mllm_seqpar.register_adapter)"
     )
 
 
@@ -63,12 +65,6 @@ def _external_formats() -> list[tuple[Any, type[ChatFamily]]]:
     """Return (family, chat format) of the families from outside this package that have one."""
     formats = [(family, getattr(family, "chat", None)) for family in external_adapters().values()]
     return [(family, chat_format) for family, chat_format in formats if chat_format is not None]
-
-
-def known_processors() -> list[str]:
-    """Return the class names of the processors that have a chat format."""
-    external = [name for _, chat_format in _external_formats() for name in chat_format.processors]
-    return external + [entry.processor for entry in family_index().values()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,10 @@ def _files_of(folder: Path) -> list[Path]:
     for mark in _MARKS:
         if (folder / mark).is_file():
             return [folder / mark]
-    inside = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and not _is_hidden(path, folder))
+    inside = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
+    # Neither hidden files, nor those that describe a data set of the Hub.
+    inside = [path for path in inside if not path.name.startswith("dataset_info")]
+    inside = [path for path in inside if not any(x.startswith(".") for x in path.relative_to(folder).parts)]
     texts = [path for path in inside if path.suffix not in _BINARY]
     # Folders inside may have texts that describe one medium each, and CSV beside other texts may have results.
     marked = [path for path in texts if path.name in _MARKS]
@@ -142,11 +145,6 @@ def _pattern_of(path: Path) -> str:
     if path.suffix in _BINARY:  # texts with other numbers may be versions of one another
         split = _NUMBER.sub("", split)
     return f"{split}*{path.suffix}"
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    """Return whether a file of a directory is not data: a hidden one, or one that describes a data set of the Hub."""
-    return path.name.startswith("dataset_info") or any(x.startswith(".") for x in path.relative_to(folder).parts)
 
 
 def _only(folder: Path, what: str, names: Sequence[Any]) -> Any:
