@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from mllm_seqpar.digests import file_digest
-from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError, reading
 from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
 from mllm_seqpar.videos.images import image_size, read_image
 from mllm_seqpar.videos.media_files import local_media, require_content
@@ -52,10 +52,8 @@ class Clip:
     @classmethod
     def of_file(cls, kind: str, path: str, frames: FrameChoice | None = None, *, name: str = "") -> "Clip":
         """Return the clip of a file in its current version; raise ConfigError if there is none."""
-        try:
+        with reading(f"{path}: cannot be read", "give the path of a file", ConfigError):
             facts = os.stat(path)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
         version = f"{facts.st_size} {facts.st_mtime_ns}"
         return cls(kind, os.path.abspath(path), frames or ANY_FRAMES, version, name or path)
 

@@ -92,10 +92,8 @@ def media_cache() -> MediaCache:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(os.environ.get(CACHE_VARIABLE) or Path(base, "mllm-seqpar")) / "media"
     text = os.environ.get(SIZE_VARIABLE, "200")
-    try:
+    with reading(f"{SIZE_VARIABLE}={text!r} is not a number of GB", "set a number such as 200", VideoError):
         return _cache_in(directory, int(float(text) * 1e9))
-    except (ValueError, OverflowError) as error:
-        raise VideoError(f"{SIZE_VARIABLE}={text!r} is not a number of GB; set a number such as 200") from error
 
 
 class MediaCache:
@@ -140,16 +138,12 @@ class MediaCache:
         path = self.directory / name
         if path.is_file():
             return path
-        try:
+        remedy = f"free some space, or set {CACHE_VARIABLE} to another directory"
+        with reading(f"{what}: cannot be stored in {self.directory}", remedy, VideoError):
             self.directory.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{path}.lock"):
                 if not path.is_file():
                     self._write(path, what, chunks())
-        except OSError as error:
-            raise VideoError(
-                f"{what}: cannot be stored in {self.directory} ({error.strerror or error}); free some space, or set "
-                f"{CACHE_VARIABLE} to another directory"
-            ) from error
         return path
 
     def _write(self, path: Path, what: str, chunks: Iterator[bytes]) -> None:
