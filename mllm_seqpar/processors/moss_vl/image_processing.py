@@ -42,8 +42,8 @@ class MossVLImageProcessor(SavedWithCode, ImageProcessingMixin):
             stills.append(to_tensor(self.fetch_images(image) if isinstance(image, str) else image, number))
         sizes = chosen.sizes([(int(x.shape[1]), int(x.shape[2])) for x in stills])
         parts = [resized_patches(x[None], size, chosen)[0] for x, size in zip(stills, sizes, strict=True)]
-        found: Mapping[str, Any] = {
+        data: Mapping[str, Any] = {
             "pixel_values": torch.cat(parts),
             "image_grid_thw": torch.tensor([[1, *chosen.grid(size)] for size in sizes]),
         }
-        return returned(dict(found), return_tensors)
+        return returned(dict(data), return_tensors)
