@@ -71,8 +71,8 @@ def check_cross_layers(layers: Iterable[nn.Module], numbers: Iterable[int]) -> N
     """Raise AdapterError unless these layers of a decoder, and no others, attend to frames."""
     for index, layer in enumerate(layers):
         if hasattr(layer, "cross_attn") is not (index in numbers):
-            found = f"layer {index} is {type(layer).__name__}"
-            raise AdapterError(f"{found}, but cross_attention_layers is {sorted(numbers)}")
+            layer_name = f"layer {index} is {type(layer).__name__}"
+            raise AdapterError(f"{layer_name}, but cross_attention_layers is {sorted(numbers)}")
 
 
 def cross_attentions(decoder: Any) -> list[Any]:

@@ -412,7 +412,7 @@ def by_blocks(
     samples = [[attend(number, block) for block in blocks] for number, blocks in enumerate(visual.blocks)]
     outs = torch.cat([torch.cat([out for out, _ in parts], dim=1) for parts in samples]).flatten(2)
     # Every block has weights with eager attention, otherwise none has.
-    weights = [torch.cat(found, 2) for parts in samples if (found := [w for _, w in parts if w is not None])]
+    weights = [torch.cat(of_sample, 2) for parts in samples if (of_sample := [w for _, w in parts if w is not None])]
     return outs, torch.cat(weights) if weights else None
 
 

@@ -293,8 +293,8 @@ class VideoMllamaForConditionalGeneration(LocalCode, MllamaForConditionalGenerat
     ) -> Any:
         """Load a model as transformers does; raise DataError if the weights are not exactly those of the model."""
         kwargs["key_mapping"] = _PUBLISHED_NAMES | (kwargs.get("key_mapping") or {})
-        found = load_clean(super().from_pretrained, path, **kwargs)
-        return found if output_loading_info else found[0]
+        loaded = load_clean(super().from_pretrained, path, **kwargs)
+        return loaded if output_loading_info else loaded[0]
 
     @can_return_tuple
     def forward(
