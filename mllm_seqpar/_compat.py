@@ -159,11 +159,11 @@ def check_versions() -> None:
     """Raise ConfigError if a package of `MINIMUM` is missing or too old; the message says what to install."""
     old = [package for package, minimum in MINIMUM.items() if installed(package) < release(minimum)]
     if old:
-        found = ", ".join(
+        installed_versions = ", ".join(
             f"{package} {metadata.version(package)} (needs {MINIMUM[package]} or later)" for package in old
         )
         upgrade = " ".join(f"'{package}>={MINIMUM[package]}'" for package in old)
-        raise ConfigError(f"too old for mllm-seqpar: {found}; run: pip install --upgrade {upgrade}")
+        raise ConfigError(f"too old for mllm-seqpar: {installed_versions}; run: pip install --upgrade {upgrade}")
 
 
 def optional_import(module: str, *, extra: str, needed_for: str) -> ModuleType:

@@ -48,9 +48,14 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
 
     Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
     """
-    inner = set(called)
-    parts = {module: set(module.modules()) - {module} for module in model.modules() if module is not model}
-    return [module for module, within in parts.items() if within & inner]
+    inner, contains = set(called), dict[nn.Module, bool]()
+
+    def contains_one(module: nn.Module) -> bool:
+        if module not in contains:
+            contains[module] = any(child in inner or contains_one(child) for child in module.children())
+        return contains[module]
+
+    return [module for module in model.modules() if module is not model and contains_one(module)]
 
 
 def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:
@@ -100,12 +105,8 @@ class _Tie(torch.autograd.Function):
 
 
 def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) -> None:
-    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2.
-
-    Args:
-        model: the model.
-        tensor_parallel: whether tensor parallelism is allowed.
-    """
+    """Raise ConfigError if parameters of the model are sharded by anything but FSDP2, or, if that is allowed, tensor
+    parallelism."""
     _refuse_fsdp1(model)
     if zero3 := next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None):
         raise ConfigError(
@@ -137,7 +138,7 @@ def refuse_other_sharding(model: nn.Module, *, tensor_parallel: bool = False) ->
 
 def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
     """Return the id of the module and the name there of each parameter that FSDP2 shards and nothing else does."""
-    found = set[tuple[int, str]]()
+    names = set[tuple[int, str]]()
     for unit in units:
         state: Any = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -145,9 +146,9 @@ def _names_in_fsdp2(units: Iterable[FSDPModule]) -> set[tuple[int, str]]:
             for param in [] if group is None else group.fsdp_params:
                 if not param.is_dtensor:  # before FSDP2 sharded it
                     info = param._module_info
-                    found.add((id(info.module), info.param_name))
-                    found.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-    return found
+                    names.add((id(info.module), info.param_name))
+                    names.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    return names
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

@@ -68,12 +68,12 @@ def trained_parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
 
     `Module.parameters` takes as long as a small projection.
     """
-    found: dict[int, nn.Parameter] = {}
+    trained: dict[int, nn.Parameter] = {}
     for module in modules:
         for parameter in module.parameters() if module._modules else module._parameters.values():
             if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
+                trained.setdefault(id(parameter), parameter)
+    return list(trained.values())
 
 
 class ParameterCheck:
@@ -85,14 +85,14 @@ class ParameterCheck:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._before = self._found()
+        self._before = self._states()
 
     def require_unchanged(self, option: str) -> None:
         """Raise ConfigError if a parameter was replaced, modified in place, frozen or unfrozen since.
 
         `option` is the option of `patch_model` without which nothing is recomputed.
         """
-        if self._found() != self._before:
+        if self._states() != self._before:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module in self._modules))
             raise ConfigError(
                 f"parameters of {names} were replaced, modified, frozen or unfrozen between the forward and the "
@@ -100,15 +100,15 @@ class ParameterCheck:
                 f"before adapters are switched or disabled. torch.func.functional_call needs {option} in patch_model"
             )
 
-    def _found(self) -> list[tuple[int, int, bool]]:
-        found = []
+    def _states(self) -> list[tuple[int, int, bool]]:
+        states = []
         for module in self._modules:
             for part in module.modules() if module._modules else (module,):  # each layer makes this check
                 if not type(part).__module__.startswith(_REPLACES_WEIGHTS):
                     for p in part._parameters.values():
                         if p is not None:
-                            found.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
-        return found
+                            states.append((id(p), 0 if p.is_inference() else p._version, p.requires_grad))
+        return states
 
 
 _REPLACES_WEIGHTS = "bitsandbytes."

@@ -77,8 +77,8 @@ class FrameShard:
         `held` has the tokens of the frames that each rank holds already, if the frames are appended to those: together
         they are balanced, and the layout is contiguous.
         """
-        found = _spans_of_rank("FrameShard.of", total, group, layout, sizes, held)
-        (start, stop), *more = found or ((total, total),)
+        spans = _spans_of_rank("FrameShard.of", total, group, layout, sizes, held)
+        (start, stop), *more = spans or ((total, total),)
         return cls(start, stop, total, tuple(more))
 
     @property
@@ -188,10 +188,7 @@ class FrameSizes:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FrameSizes) or self.total != other.total:
             return False
-        own, others = self.per_frame, other.per_frame
-        if isinstance(own, Tensor) and isinstance(others, Tensor):
-            return torch.equal(own, others)
-        return isinstance(own, int) and isinstance(others, int) and own == others
+        return torch.equal(torch.as_tensor(self.per_frame), torch.as_tensor(other.per_frame))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -292,7 +289,7 @@ def balanced_spans(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(0, len(offsets) - 1, size, middle) else (middle + 1, high)
-    found, first, last = [], 0, len(offsets) - 1
+    by_rank, first, last = [], 0, len(offsets) - 1
     for ranks in range(size, 0, -1):
         own, room = held[size - ranks], max(0, low - held[size - ranks])
         # What a rank has, rounded up, if the units that are left are added where the fewest are held.
@@ -301,9 +298,9 @@ def balanced_spans(
         after = taken(first, last, min(room, max(0, level - own)), room)
         if not fits(*after, ranks - 1, low):
             after = taken(first, last, room, room)
-        found.append(join_spans(((first, after[0]), (after[1], last))))
+        by_rank.append(join_spans(((first, after[0]), (after[1], last))))
         first, last = after
-    return tuple(found)
+    return tuple(by_rank)
 
 
 def _nearest(offsets: Sequence[int], first: int, last: int, goal: int, most: int, least: int = 0) -> int:
@@ -355,22 +352,22 @@ def take_spans(x: Tensor, spans: Spans, dim: int = 0) -> Tensor:
 
 def in_frame_order(parts: Sequence[Tensor], by_rank: Sequence[Spans], dim: int = 0) -> Tensor:
     """Return the frames of all ranks in their order: the inverse of `take_spans`. Parts may have padding at the end."""
-    found: dict[int, Tensor] = {}
+    by_start: dict[int, Tensor] = {}
     for part, spans in zip(parts, by_rank, strict=True):
         done = 0
         for start, stop in spans:
-            found[start] = part.narrow(dim, done, stop - start)
+            by_start[start] = part.narrow(dim, done, stop - start)
             done += stop - start
-    return torch.cat([found[start] for start in sorted(found)] or [parts[0].narrow(dim, 0, 0)], dim)
+    return torch.cat([by_start[start] for start in sorted(by_start)] or [parts[0].narrow(dim, 0, 0)], dim)
 
 
 def part_of_spans(spans: Spans, start: int, stop: int) -> Spans:
     """Return the ranges of the numbers that are at the places ``start <= i < stop`` among those of `spans`."""
-    found, done = [], 0
+    parts, done = [], 0
     for first, last in spans:
-        found.append((first + max(0, start - done), min(last, first + stop - done)))
+        parts.append((first + max(0, start - done), min(last, first + stop - done)))
         done += last - first
-    return join_spans(span for span in found if span[0] < span[1])
+    return join_spans(span for span in parts if span[0] < span[1])
 
 
 def frame_range(total: int, group: Group = None, sizes: Tensor | Sequence[int] | None = None) -> range:

@@ -247,11 +247,11 @@ class IdeficsFamily(Family[_IdeficsInputs]):
 
     def model_output(self, out: CausalLMOutputWithPast, features: Tensor | None, inputs: _IdeficsInputs) -> Any:
         """Add `image_hidden_states` if this process has all of them; transformers 5.24 has `image_outputs` instead."""
-        found = super().model_output(out, features, inputs)
+        output = super().model_output(out, features, inputs)
         has_all = self.context.comm.size == 1 and inputs.visual_shard is None and inputs.total_frames > 0
-        if features is not None and has_all and "image_hidden_states" in {field.name for field in fields(found)}:
-            found.image_hidden_states = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
-        return found
+        if features is not None and has_all and "image_hidden_states" in {field.name for field in fields(output)}:
+            output.image_hidden_states = features.unflatten(0, (-1, inputs.image_attention_mask.shape[2]))
+        return output
 
     def inputs(
         self,

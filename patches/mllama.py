@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
+    IMAGE_DIMS,
     MULTIMODAL_OUTPUT,
     AdapterError,
     ConfigError,
@@ -71,8 +72,8 @@ def check_cross_layers(layers: Iterable[nn.Module], numbers: Iterable[int]) -> N
     """Raise AdapterError unless these layers of a decoder, and no others, attend to frames."""
     for index, layer in enumerate(layers):
         if hasattr(layer, "cross_attn") is not (index in numbers):
-            found = f"layer {index} is {type(layer).__name__}"
-            raise AdapterError(f"{found}, but cross_attention_layers is {sorted(numbers)}")
+            layer_name = f"layer {index} is {type(layer).__name__}"
+            raise AdapterError(f"{layer_name}, but cross_attention_layers is {sorted(numbers)}")
 
 
 def cross_attentions(decoder: Any) -> list[Any]:
@@ -145,8 +146,7 @@ class MllamaInputs(ForwardInputs):
             require_shape("cross_attention_states", shape, **by_tiles, patches=patches, width=self.width)
         else:
             note, images = ", the images of all samples one after another", shape[0]
-            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
-            require_shape("pixel_values", shape, note, images=None, tiles=self.tiles, **sides)
+            require_shape("pixel_values", shape, note, images=None, tiles=self.tiles, **IMAGE_DIMS)
             ids, tiles = (None if x is None else x.shape for x in self.extras)
             require_shape("aspect_ratio_ids", ids, note, images=images)
             require_shape("aspect_ratio_mask", tiles, note, images=images, tiles=self.tiles)

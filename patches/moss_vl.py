@@ -178,10 +178,10 @@ class MossVLInputs(ForwardInputs):
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further what `layout` is made from, in a pass that makes it."""
-        found = super().read_by_host()
+        tensors = super().read_by_host()
         if self.position_ids is not None and not (self.past_length and self.frames is None):
-            found["position_ids"] = self.position_ids
-        return found
+            tensors["position_ids"] = self.position_ids
+        return tensors
 
 
 class MossVLFamily(LayoutFamily):

@@ -93,10 +93,10 @@ class _MPlugOwl3Inputs(ForwardInputs):
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further what `layout` is made from, in a pass that makes it."""
-        found = super().read_by_host()
+        tensors = super().read_by_host()
         if self.media_layout is None and not (self.past_length and self.frames is None):
-            found |= {} if self.position_ids is None else {"position_ids": self.position_ids}
-        return found
+            tensors |= {} if self.position_ids is None else {"position_ids": self.position_ids}
+        return tensors
 
 
 class LayoutFamily(Family[Any]):
@@ -106,8 +106,11 @@ class LayoutFamily(Family[Any]):
     """
 
     frame_layout = "zigzag"
-    placeholder_attends = True
-    """Whether a placeholder attends to its own frame."""
+
+    @property
+    def placeholder_attends(self) -> bool:
+        """Whether a placeholder attends to its own frame."""
+        return True
 
     def check_new_frames(self, inputs: Any) -> None:
         _ = inputs.layout  # raises if the frames do not fit the text
@@ -140,16 +143,16 @@ class MPlugOwl3Family(LayoutFamily):
     frame_arguments = ("pixel_values", "image_embeds")
 
     @property
-    def placeholder_attends(self) -> bool:  # type: ignore[override]
-        return self.model.config.gate is None
+    def placeholder_attends(self) -> bool:
+        return bool(self.model.config.gate is None)
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:
         hyper_layers = {number - 1 for number in model.config.hyper_layers}
         for index, layer in enumerate(model.language_model.model.layers):
             # A wrapper that passes on attributes (PEFT's modules_to_save) contains the attention.
-            found = any(isinstance(module, HyperAttention) for module in layer.self_attn.modules())
-            if found is not (index in hyper_layers):
+            is_hyper = any(isinstance(module, HyperAttention) for module in layer.self_attn.modules())
+            if is_hyper is not (index in hyper_layers):
                 raise AdapterError(
                     f"layer {index} has {type(layer.self_attn).__name__}, but config.hyper_layers is "
                     f"{model.config.hyper_layers} (counted from 1)"
@@ -174,8 +177,8 @@ class MPlugOwl3Family(LayoutFamily):
     @property
     def frame_modules(self) -> Iterable[nn.Module | None]:
         """Hyper attention also computes with text."""
-        found: list[nn.Module | None] = self.model.frame_modules
-        return found
+        modules: list[nn.Module | None] = self.model.frame_modules
+        return modules
 
     def encode(self, frames: Tensor, *extras: Tensor) -> Tensor:
         """Encode (f, 3, height, width) to (f, tokens, hidden)."""

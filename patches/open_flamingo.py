@@ -34,6 +34,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
+    IMAGE_DIMS,
     AdapterError,
     Communicator,
     CrossAttentionShape,
@@ -115,8 +116,8 @@ class MediaInputs(ForwardInputs):
 
     def read_by_host(self) -> dict[str, Tensor]:
         """Return further the tokens, whose media tokens say whether new media follow those of a cache."""
-        found = super().read_by_host()
-        return found | ({} if self.input_ids is None or self.frames is None else {"input_ids": self.input_ids})
+        tensors = super().read_by_host()
+        return tensors | ({} if self.input_ids is None or self.frames is None else {"input_ids": self.input_ids})
 
     @classmethod
     def of(
@@ -246,8 +247,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
             )
         if media.pixels is not media.features:
             note = ", the media of all samples one after another, one frame to a medium"
-            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
-            require_shape("vision_x", media.pixels.shape, note, media=None, frames=1, **sides)
+            require_shape("vision_x", media.pixels.shape, note, media=None, frames=1, **IMAGE_DIMS)
         if media.total == 0 or media.total % media.samples:
             raise ShapeError(
                 f"vision_x: {media.total} media for {media.samples} samples; OpenFlamingo takes the same number for "
@@ -321,12 +321,12 @@ class OpenFlamingoFamily(Family[MediaInputs]):
 
     def _only_immediate(self) -> bool:
         """Return `only_attend_immediate_media`, which is read in every pass, as in the unpatched model."""
-        found = {bool(attention.only_attend_immediate_media) for _, attention in cross_attentions(self.model)}
-        if len(found) != 1:
+        values = {bool(attention.only_attend_immediate_media) for _, attention in cross_attentions(self.model)}
+        if len(values) != 1:
             raise AdapterError(
                 "only_attend_immediate_media differs between the layers of this Flamingo; set it to one value in all"
             )
-        return found.pop()
+        return values.pop()
 
 
 def _condition_layers(language_model: Any, vision_x: Any) -> None:

@@ -93,8 +93,8 @@ class QwenVLInputs(ForwardInputs):
             grid = self.on_host(name)
             if grid is None or kinds is None or not self.has_frames(kind):
                 continue
-            found = torch.cat([torch.full_like(grid[:, :1], kind), grid[:, 1:]], 1).long()
-            sizes.append(found.repeat_interleave(grid[:, 0].long(), 0))
+            rows = torch.cat([torch.full_like(grid[:, :1], kind), grid[:, 1:]], 1).long()
+            sizes.append(rows.repeat_interleave(grid[:, 0].long(), 0))
             places = (kinds[::beams] == kind + 1).flatten().nonzero().flatten()
             tokens = self.tokens_of(sizes[-1])
             first = tokens.cumsum(0) - tokens  # beyond the text if it has too few tokens, as `placed_tokens` reports
@@ -176,7 +176,7 @@ class QwenVLInputs(ForwardInputs):
         ends = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
         numbers = torch.arange(int(ends[-1]))
         of_image = (grids[:, 0] == 0).repeat_interleave(tokens)
-        found = torch.full(kinds.shape, -1)
+        placed = torch.full(kinds.shape, -1)
         for kind, name in enumerate(KINDS):
             if not self.has_frames(kind):
                 continue
@@ -192,8 +192,8 @@ class QwenVLInputs(ForwardInputs):
             first = (by_sample.cumsum(0) - by_sample).repeat_interleave(beams)
             index = (first[:, None] + here.long().cumsum(1) - 1).clamp(min=0)
             if embeddings.numel():
-                found = torch.where(here, embeddings[index.clamp(max=embeddings.numel() - 1)], found)
-        return found, ends
+                placed = torch.where(here, embeddings[index.clamp(max=embeddings.numel() - 1)], placed)
+        return placed, ends
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -227,7 +227,7 @@ def compared_tensors(
         shard: the frames that this rank passes, or None for all.
         given: grids, token types and times, by their names.
     """
-    found = as_compared_tensors(**given)
+    compared = as_compared_tensors(**given)
     if text is not None:
         ids = (config.image_token_id, config.video_token_id)
         if text.is_floating_point():  # embeddings: a placeholder is the embedding of its token
@@ -235,11 +235,11 @@ def compared_tensors(
             kinds = [(text.detach() == row).all(-1) for row in rows]
         else:
             kinds = [text == token for token in ids]
-        found[TOKENS] = kinds[0].to(torch.uint8) + 2 * kinds[1].to(torch.uint8)
-    found["pixels that need gradients"] = torch.tensor([x is not None and x.requires_grad for x in frames])
+        compared[TOKENS] = kinds[0].to(torch.uint8) + 2 * kinds[1].to(torch.uint8)
+    compared["pixels that need gradients"] = torch.tensor([x is not None and x.requires_grad for x in frames])
     if shard is None and frames[0] is not None and frames[1] is not None:
-        found["pixels of videos"] = sampled_bits(frames[1])
-    return found
+        compared["pixels of videos"] = sampled_bits(frames[1])
+    return compared
 
 
 class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
@@ -294,8 +294,8 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         @functools.wraps(unpatched)
         def positions(inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
             self._restore_offsets(arguments.get(cache_name()), inputs)
-            found: Tensor = unpatched(inputs, arguments)
-            return found
+            computed: Tensor = unpatched(inputs, arguments)
+            return computed
 
         patch.set(self.model, "_prepare_position_ids_for_generation", positions)
 
@@ -414,7 +414,7 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
         self._restore_offsets(inputs.cache, inputs.tokens)
         read = {name: inputs.on_host(name) for name in given}
         host = {name: x if read[name] is None else read[name] for name, x in given.items()}
-        found: Tensor | None = model.compute_3d_position_ids(
+        computed: Tensor | None = model.compute_3d_position_ids(
             input_ids=None
             if inputs.input_ids is None
             else torch.zeros(shape, dtype=torch.long),  # only its shape counts
@@ -423,11 +423,11 @@ class QwenVLFamily(DecoderOnlyFamily[QwenVLInputs]):
             **cache_argument(inputs.cache),
             **{name: x.cpu() if isinstance(x, Tensor) else x for name, x in host.items()},
         )
-        if found is None and inputs.use_cache and not inputs.past_length:
+        if computed is None and inputs.use_cache and not inputs.past_length:
             model.rope_deltas = None  # those of another prompt, which later tokens of this text must not have
         if model.rope_deltas is not None:
             model.rope_deltas = copy_to_device(model.rope_deltas, device)
-        return None if found is None else copy_to_device(found, device)
+        return None if computed is None else copy_to_device(computed, device)
 
     def text_mask(self, embeds: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
         return super().text_mask(embeds, mask, positions[0], cache)

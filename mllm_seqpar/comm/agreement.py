@@ -85,26 +85,28 @@ def agree(
             different calls.
         Exception: what `step` raised on this rank.
     """
-    found: Any = None
+    result: Any = None
     described: Mapping[str, Any] = {}
-    own: Sequence[int] = ()
+    sent: list[int] = []
     try:
         if error is not None:
             raise error
-        found = step()
-        described = {} if comm.size == 1 else {name: str(x) for name, x in (facts(found) or {}).items()}
-        own = [] if numbers is None else list(map(int, numbers(found)))
+        result = step()
+        if comm.size > 1:
+            described = {name: str(x) for name, x in (facts(result) or {}).items()}
+        if numbers is not None:
+            sent = list(map(int, numbers(result)))
     except Exception as failure:  # noqa: BLE001 - raised below, after the exchange
         if comm.size == 1:
             raise
         error = failure
     if comm.size == 1:
-        return found if numbers is None else (found, [list(own)])
+        return result if numbers is None else (result, [sent])
     hashes = fingerprint(what), int(error is not None), fingerprint(json.dumps(described, sort_keys=True))
-    rows = comm.gather_ints([*hashes, *own, *[0] * (_NUMBERS - len(own))])
+    rows = comm.gather_ints([*hashes, *sent, *[0] * (_NUMBERS - len(sent))])
     if any(row[:3] != rows[0][:3] or row[1] for row in rows):
         _raise_difference(comm, what, error, described, remedy)
-    return found if numbers is None else (found, [row[3 : 3 + len(own)] for row in rows])
+    return result if numbers is None else (result, [row[3 : 3 + len(sent)] for row in rows])
 
 
 def _raise_difference(
@@ -128,7 +130,7 @@ def _raise_difference(
         raise AgreementError(f"{what}: {by_rank(messages)}")
     names = list(dict.fromkeys(name for row in rows for name in row[2]))
     values = {name: [row[2].get(name) for row in rows] for name in names}
-    differing = " | ".join(f"{name}: {by_rank(found)}" for name, found in values.items() if len(set(found)) > 1)
+    differing = " | ".join(f"{name}: {by_rank(each)}" for name, each in values.items() if len(set(each)) > 1)
     raise AgreementError(f"{what}: the ranks differ in {differing}. {remedy}")
 
 

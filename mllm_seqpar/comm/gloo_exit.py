@@ -54,7 +54,7 @@ def wait_for_gloo_threads(limit: float = _LIMIT) -> None:
 
 def _gloo_threads() -> dict[str, tuple[str, str]]:
     """Return the state and the context switch counts of each gloo thread, by thread id; empty without /proc."""
-    found = {}
+    threads = {}
     for task in Path("/proc/self/task").glob("*"):
         try:
             if (task / "comm").read_text().strip() != _THREAD_NAME:
@@ -64,5 +64,5 @@ def _gloo_threads() -> dict[str, tuple[str, str]]:
             continue
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         switches = fields.get("voluntary_ctxt_switches", "") + fields.get("nonvoluntary_ctxt_switches", "")
-        found[task.name] = (fields["State"].split()[0], switches)
-    return found
+        threads[task.name] = (fields["State"].split()[0], switches)
+    return threads

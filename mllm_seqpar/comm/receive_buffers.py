@@ -99,9 +99,9 @@ class BufferLease:
         free, index = self._owner.free[kind], 0
         while index < len(free) - 1 and free[index][0] < size:
             index += 1
-        found = free.pop(index) if free else None  # the shortest that is long enough, or else the longest
-        if found is not None and found[0] >= size:
-            flat = found[2]
+        reused = free.pop(index) if free else None  # the shortest that is long enough, or else the longest
+        if reused is not None and reused[0] >= size:
+            flat = reused[2]
         else:
             self._owner.allocations += 1
             with torch.inference_mode(False):  # an inference tensor could not be refilled outside inference mode
@@ -113,9 +113,9 @@ class BufferLease:
     def give(self, tensors: Iterable[Tensor | int]) -> None:
         """Return buffers whose content is no longer used by anything that is enqueued later."""
         for tensor in tensors:
-            found = self.used.pop(tensor if isinstance(tensor, int) else id(tensor), None)
-            if found is not None and self._owner.free is self._free:  # otherwise `clear` was called meanwhile
-                kind, flat, _ = found
+            leased = self.used.pop(tensor if isinstance(tensor, int) else id(tensor), None)
+            if leased is not None and self._owner.free is self._free:  # otherwise `clear` was called meanwhile
+                kind, flat, _ = leased
                 free = self._free[kind]
                 free.append((flat.numel(), self._owner.calls, flat))
                 if len(free) > 1:

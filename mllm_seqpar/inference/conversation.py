@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from mllm_seqpar._compat import cache_name, cache_of
 from mllm_seqpar.chats.chat import ANY_MEDIA, Chat
@@ -40,7 +40,6 @@ from .evidence import evidence_of, record_attention
 from .generation import (
     Answer,
     FiniteLogits,
-    ForcedTokens,
     GeneratedText,
     OnText,
     PrefillInterrupted,
@@ -305,8 +304,12 @@ class Conversation:
                 new = self._prefill_in_chunks(text, self._keep_prefix(text))
                 sampling = Sampling(max_new_tokens=len(tokens))
                 options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
-                forced = ForcedTokens(text.input_ids.shape[1], tokens[:-1])
-                logits = self._generate(text, forced, new=new, output_logits=True, **options).logits
+
+                def forced(_: int, ids: Tensor, tokens: Sequence[int] = tokens) -> list[int]:
+                    return [tokens[len(ids) - text.input_ids.shape[1]]]
+
+                options |= {"output_logits": True, "prefix_allowed_tokens_fn": forced}
+                logits = self._generate(text, new=new, **options).logits
                 rows = [row[0].double().log_softmax(-1).cpu() for row in logits]
                 following |= dict(zip(beginnings, rows, strict=True))
             steps = [(following[beginning], token) for beginning, token in zip(beginnings, tokens, strict=True)]
@@ -316,9 +319,7 @@ class Conversation:
         require_finite(finite, "log-likelihoods", self._dtype, self._comm)
         return scores
 
-    def _generate(
-        self, text: ChatText, *processors: LogitsProcessor, new: _LaterMedia | None = None, **options: Any
-    ) -> Any:
+    def _generate(self, text: ChatText, *, new: _LaterMedia | None = None, **options: Any) -> Any:
         """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result.
 
         `new` are the later media whose placeholders are among these tokens.
@@ -337,8 +338,9 @@ class Conversation:
         if self._cache is not None:
             options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
-        finite = FiniteLogits(self._end_token(options))
-        options["logits_processor"] = LogitsProcessorList([finite, *processors])
+        ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
+        finite = FiniteLogits(next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0)
+        options["logits_processor"] = LogitsProcessorList([finite])
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
         finite.require(self._dtype, self._comm)
         self._cache = cache = cache_of(output)
@@ -393,11 +395,6 @@ class Conversation:
             ranges.append(((own[0], own[-1] + 1), later))
             done += len(own)
         return ranges
-
-    def _end_token(self, options: Mapping[str, Any]) -> int:
-        """Return a token that ends an answer; token 0 if none does."""
-        ends = options.get("eos_token_id", self._model.generation_config.eos_token_id)
-        return next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
 
     def _feature_arguments(self, text: ChatText, device: torch.device, new: _LaterMedia | None) -> dict[str, Any]:
         """Return the arguments that pass this rank's features, those of `new` or of the last media in the cache; those

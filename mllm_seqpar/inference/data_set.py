@@ -332,12 +332,11 @@ class AnswerFile:
             self._write_all(answered.values())
         return answered
 
-    def open(self, group: int) -> Path:
-        """Open this group's part for appending, and return its path."""
+    def open(self, group: int) -> None:
+        """Open this group's part for appending."""
         path = self._part(group)
         with self._writing(path):
             self._file = path.open("a", encoding="utf-8")
-        return path
 
     def require_parts(self, groups: int) -> None:
         """Raise ConfigError unless this process finds the parts that all groups of ranks have opened."""

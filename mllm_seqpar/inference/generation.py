@@ -115,16 +115,7 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
     removed. A piece whose last character is incomplete is held back, because byte-level tokens may end inside a
     character. Text that may be the beginning of a stop string is held back as well.
 
-    Args:
-        tokenizer: of the model.
-        comm: the ranks that generate the answer. A patched model ends it on all of them when rank 0 does.
-        on_text: called with each piece of the text that is certain to remain.
-        stop: the answer ends before the first of these strings.
-        interrupted: the answer ends when it returns True on rank 0.
-
-    Attributes:
-        text: up to a stop string; complete after `end`.
-        stopped, is_interrupted: whether a stop string, or `interrupted`, ended the answer.
+    The arguments are those of `Conversation.answer`. A patched model ends the answer on all ranks when rank 0 does.
     """
 
     def __init__(
@@ -137,7 +128,8 @@ class GeneratedText(BaseStreamer, StoppingCriteria):
     ) -> None:
         self._tokenizer, self._comm, self._on_text = tokenizer, comm, on_text
         self._stop, self._interrupted = tuple(stop), interrupted
-        self.text, self.stopped, self.is_interrupted = "", False, False
+        self.text = ""  # up to a stop string; complete after `end`
+        self.stopped = self.is_interrupted = False  # whether a stop string, or `interrupted`, ended the answer
         self._tokens: list[int] = []  # the tokens of the previous piece, then those not decoded yet
         self._decoded = 0  # the number of tokens of the previous piece
         self._passed = 0  # the number of characters that `on_text` has received
@@ -253,7 +245,8 @@ def interruptible_prefill(model: nn.Module, written: GeneratedText) -> Iterator[
 class FiniteLogits(LogitsProcessor):
     """Ends an answer at the first logits that are not finite, without waiting for the device.
 
-    The only possible next token is then the end token: sampling from NaN would fail, on a GPU for the whole process.
+    The only possible next token is then `end_token`, or token 0 if no token ends an answer: sampling from NaN would
+    fail, on a GPU for the whole process.
     Logits of minus infinity are allowed unless all of them are, because other processors exclude tokens by them.
     """
 
@@ -277,10 +270,7 @@ class FiniteLogits(LogitsProcessor):
 def require_finite(finite: bool, what: str, dtype: torch.dtype, comm: Communicator) -> None:
     """Raise NonFiniteLogitsError on all ranks unless `finite` is True on all. Every rank of the group calls this.
 
-    Args:
-        finite: whether the numbers of this rank are finite.
-        what: the numbers, for the message.
-        dtype: what the model computed them in, for the message.
+    The message says that `what` the model computed in `dtype` is not finite.
     """
     if comm.size > 1:
         finite = all(row[0] for row in comm.gather_ints([finite]))
@@ -291,18 +281,3 @@ def require_finite(finite: bool, what: str, dtype: torch.dtype, comm: Communicat
         else:
             why = f"and {name} has the range of float32, so its weights are probably damaged; copy them again"
         raise NonFiniteLogitsError(f"the {what} of the model are not finite (NaN or infinite), {why}")
-
-
-class ForcedTokens(LogitsProcessor):
-    """Makes `tokens` follow a prompt, whatever their probabilities are."""
-
-    def __init__(self, prompt_length: int, tokens: Sequence[int]) -> None:
-        self._length, self._tokens = prompt_length, tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        number = input_ids.shape[1] - self._length
-        if number >= len(self._tokens):  # the last step, whose token is not used
-            return scores
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self._tokens[number]] = 0.0
-        return forced

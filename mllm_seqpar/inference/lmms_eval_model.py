@@ -15,7 +15,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,28 +126,27 @@ class SimpleSeqParModel(lmms):
 
     def _answered(self, requests: Sequence[Instance], read: Callable[[Instance], _Request], padding: Any) -> list[Any]:
         """Answer the requests of all ranks of the group, grouped by their media; return the answers to this rank's."""
-        group, wanted = self._engine.comm, [not (r.metadata or {}).get("__padding_only__") for r in requests]
-        mine = agree(group, "requests", lambda: [read(r) for r, real in zip(requests, wanted, strict=True) if real])
-        texts = group.gather_texts(json.dumps([request.to_json() for request in self._with_seeds(mine)]))
+        group, seen = self._engine.comm, Counter[str]()
+        places = [number for number, x in enumerate(requests) if not (x.metadata or {}).get("__padding_only__")]
+        mine = agree(group, "requests", lambda: [read(requests[place]) for place in places])
+        for number, request in enumerate(mine):  # one that is repeated to sample several answers gets several seeds
+            key = request.to_json()
+            seeded = replace(request.sampling, seed=self.options.seed + seen[key])
+            mine[number] = replace(request, sampling=seeded)
+            seen[key] += 1
+        texts = group.gather_texts(json.dumps([request.to_json() for request in mine]))
         rows = [[_Request.from_json(text) for text in json.loads(row)] for row in texts]
         keyed = [(str(r.media), rank, number) for rank, row in enumerate(rows) for number, r in enumerate(row)]
-        found: dict[tuple[int, int], Any] = {}
+        answers = [padding] * len(requests)
         with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
-                (found[rank, number],) = self._engine.answers([rows[rank][number]])
-                if isinstance(found[rank, number], JobError):
-                    raise found[rank, number].cause
+                (outcome,) = self._engine.answers([rows[rank][number]])
+                if isinstance(outcome, JobError):
+                    raise outcome.cause
+                if rank == group.rank:
+                    answers[places[number]] = outcome
                 bar.update()
-        own = iter(found[group.rank, number] for number in range(len(mine)))
-        return [next(own) if real else padding for real in wanted]
-
-    def _with_seeds(self, requests: Sequence[_Request]) -> Iterator[_Request]:
-        """Yield the requests; one that is repeated to sample several answers gets several seeds."""
-        seen: Counter[str] = Counter()
-        for request in requests:
-            key = request.to_json()
-            yield replace(request, sampling=replace(request.sampling, seed=self.options.seed + seen[key]))
-            seen[key] += 1
+        return answers
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args

@@ -293,8 +293,8 @@ class TorchCpuKernel(FusedKernel):
 
 def _operands(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors in float32 with unit stride in the last dim."""
-    found = []
+    operands = []
     for x in tensors:
         x = x.float()
-        found.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
-    return found
+        operands.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return operands

@@ -45,18 +45,18 @@ def rectangles_of(intervals: Intervals) -> tuple[Rectangle, ...]:
     """Return the rectangles of a block, which are disjoint and cover all that is visible; made once for all layers."""
     if "rectangles" not in intervals.kept:
         (items, length), every = intervals.low.shape, slice(None)
-        found: list[Rectangle] = []
+        rectangles: list[Rectangle] = []
         if intervals.layers:  # the whole is cheaper than the many rectangles of each layer
-            found.append(Rectangle(every, slice(0, length), slice(*intervals.span), "masked"))
+            rectangles.append(Rectangle(every, slice(0, length), slice(*intervals.span), "masked"))
         elif intervals.is_causal:
-            found.append(Rectangle(every, slice(0, length), slice(0, length), "causal" if length > 1 else "full"))
+            rectangles.append(Rectangle(every, slice(0, length), slice(0, length), "causal" if length > 1 else "full"))
         else:
             for item in range(items):
                 batch = slice(item, item + 1) if items > 1 else every
-                found.extend(_rectangles_of_rows(batch, intervals.low[item], intervals.high[item]))
-        intervals.kept["rectangles"] = tuple(found)
-    rectangles: tuple[Rectangle, ...] = intervals.kept["rectangles"]
-    return rectangles
+                rectangles.extend(_rectangles_of_rows(batch, intervals.low[item], intervals.high[item]))
+        intervals.kept["rectangles"] = tuple(rectangles)
+    made: tuple[Rectangle, ...] = intervals.kept["rectangles"]
+    return made
 
 
 def _rectangles_of_rows(batch: slice, low: Tensor, high: Tensor) -> Iterator[Rectangle]:

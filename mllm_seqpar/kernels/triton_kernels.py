@@ -127,18 +127,12 @@ def forward(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
-    acc, total, peak = _attend(
-        acc, total, peak, q, K, V, start, full_start, low, high, stop, scale, stride_kn, stride_kd, stride_vn,
-        stride_vd, D, BLOCK_D, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, q, K, V, full_start, full_stop, low, high, stop, scale, stride_kn, stride_kd, stride_vn,
-        stride_vd, D, BLOCK_D, BLOCK_N, False, PRECISION,
-    )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, q, K, V, full_stop, stop, low, high, stop, scale, stride_kn, stride_kd, stride_vn,
-        stride_vd, D, BLOCK_D, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
+    edges = start, full_start, full_stop, stop
+    for i in tl.static_range(3):
+        acc, total, peak = _attend(
+            acc, total, peak, q, K, V, edges[i], edges[i + 1], low, high, stop, scale, stride_kn, stride_kd, stride_vn,
+            stride_vd, D, BLOCK_D, BLOCK_N, i != 1, PRECISION,
+        )  # fmt: skip
     # A row without keys went through the keys that all others see; it has no sum.
     some = (low < high) & (total > 0.0)
     o = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
@@ -298,18 +292,12 @@ def backward_dq(
     V += item.to(tl.int64) * stride_vb + group.to(tl.int64) * stride_vh
     start, full_start, full_stop, stop = _part_of_hull(low, high, T, part, PARTS, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    dq = _add_to_dq(
-        dq, q, do, lse, delta, K, V, start, full_start, low, high, stop, scale * LOG2_E, stride_kn, stride_kd,
-        stride_vn, stride_vd, D, BLOCK_D, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
-    dq = _add_to_dq(
-        dq, q, do, lse, delta, K, V, full_start, full_stop, low, high, stop, scale * LOG2_E, stride_kn, stride_kd,
-        stride_vn, stride_vd, D, BLOCK_D, BLOCK_N, False, PRECISION,
-    )  # fmt: skip
-    dq = _add_to_dq(
-        dq, q, do, lse, delta, K, V, full_stop, stop, low, high, stop, scale * LOG2_E, stride_kn, stride_kd,
-        stride_vn, stride_vd, D, BLOCK_D, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
+    edges = start, full_start, full_stop, stop
+    for i in tl.static_range(3):
+        dq = _add_to_dq(
+            dq, q, do, lse, delta, K, V, edges[i], edges[i + 1], low, high, stop, scale * LOG2_E, stride_kn, stride_kd,
+            stride_vn, stride_vd, D, BLOCK_D, BLOCK_N, i != 1, PRECISION,
+        )  # fmt: skip
     out = ((part * B + item).to(tl.int64) * (G * REPEAT) + head) * S + row
     tl.store(DQ + out[:, None] * D + dims[None, :], dq * scale, mask=inside)
 
@@ -391,21 +379,13 @@ def backward_dk_dv(
         start, stop = start * REPEAT, stop * REPEAT
         full_start = tl.minimum(start + tl.cdiv(run_start * REPEAT - start, BLOCK_M) * BLOCK_M, stop)
         full_stop = full_start + tl.maximum(run_stop * REPEAT - full_start, 0) // BLOCK_M * BLOCK_M
-        dk, dv = _add_to_dk_dv(
-            dk, dv, k, v, Q, DO, LSE, DELTA, LOW, HIGH, start, full_start, first_key, S, T, scale * LOG2_E,
-            stride_qh, stride_qs, stride_qd, stride_oh, stride_os, stride_od,
-            REPEAT, D, BLOCK_D, BLOCK_M, BLOCK_N, True, MASKED, PRECISION,
-        )  # fmt: skip
-        dk, dv = _add_to_dk_dv(
-            dk, dv, k, v, Q, DO, LSE, DELTA, LOW, HIGH, full_start, full_stop, first_key, S, T, scale * LOG2_E,
-            stride_qh, stride_qs, stride_qd, stride_oh, stride_os, stride_od,
-            REPEAT, D, BLOCK_D, BLOCK_M, BLOCK_N, False, MASKED, PRECISION,
-        )  # fmt: skip
-        dk, dv = _add_to_dk_dv(
-            dk, dv, k, v, Q, DO, LSE, DELTA, LOW, HIGH, full_stop, stop, first_key, S, T, scale * LOG2_E,
-            stride_qh, stride_qs, stride_qd, stride_oh, stride_os, stride_od,
-            REPEAT, D, BLOCK_D, BLOCK_M, BLOCK_N, True, MASKED, PRECISION,
-        )  # fmt: skip
+        edges = start, full_start, full_stop, stop
+        for i in tl.static_range(3):
+            dk, dv = _add_to_dk_dv(
+                dk, dv, k, v, Q, DO, LSE, DELTA, LOW, HIGH, edges[i], edges[i + 1], first_key, S, T, scale * LOG2_E,
+                stride_qh, stride_qs, stride_qd, stride_oh, stride_os, stride_od,
+                REPEAT, D, BLOCK_D, BLOCK_M, BLOCK_N, i != 1, MASKED, PRECISION,
+            )  # fmt: skip
     out = (((item.to(tl.int64) * G + group) * T) + keys)[:, None] * D + dims[None, :]
     tl.store(DK + out, dk * scale, mask=inside)
     tl.store(DV + out, dv, mask=inside)

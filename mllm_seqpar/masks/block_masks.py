@@ -220,8 +220,8 @@ class BlockMasks:
     def visible_row_counts(self) -> list[list[int]]:
         """Return [i][j]: how many rows of rank i, of all batch items, attend to any key of rank j."""
         folded, total = self.folded(), self.bounds[0][0, 0].numel()
-        found = [[folded.visible_rows(i, j) for j in range(len(self.keys))] for i in range(len(self.bounds))]
-        return [[total if rows is None else rows.count for rows in of_rank] for of_rank in found]
+        subsets = [[folded.visible_rows(i, j) for j in range(len(self.keys))] for i in range(len(self.bounds))]
+        return [[total if rows is None else rows.count for rows in of_rank] for of_rank in subsets]
 
     def folded(self) -> BlockMasks:
         """Return these masks with the batch folded into the rows, item after item: (B, rows) becomes (1, B * rows).

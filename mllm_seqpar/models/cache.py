@@ -112,12 +112,12 @@ class SequenceParallelCacheState(getattr(cache_utils, "DummyLayer", object)):  #
 
     def by_pass(self) -> list[SequenceParallelCacheState]:
         """Return a state for each pass that brought frames, with the `rows` that the rows of this state continue."""
-        found = [self]
+        states = [self]
         for state in map(copy.copy, reversed(self.earlier)):
-            assert state.rows is not None and found[-1].rows is not None
-            state.rows = state.rows[found[-1].rows]
-            found.append(state)
-        return found[::-1]
+            assert state.rows is not None and states[-1].rows is not None
+            state.rows = state.rows[states[-1].rows]
+            states.append(state)
+        return states[::-1]
 
     def units_of_sample(self) -> int:
         """Return the number of units of each sample among the frames of this pass, without those of earlier ones."""

@@ -42,19 +42,19 @@ def local_config(name: str | os.PathLike[str]) -> str:
 
 def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:
     """Return what a function of huggingface_hub returns for an id; a name that is not an id is returned unchanged."""
-    found = _HUB_ID.match(name)
-    if os.path.exists(name) or found is None:
+    match = _HUB_ID.match(name)
+    if os.path.exists(name) or match is None:
         return name
     import huggingface_hub
 
-    get, options = getattr(huggingface_hub, function), {"revision": found[2], **options}
+    get, options = getattr(huggingface_hub, function), {"revision": match[2], **options}
     try:
-        return get(found[1], **options)
+        return get(match[1], **options)
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the file system
         with suppress(Exception):  # some versions ask for the list of files of a given revision, also offline
-            return get(found[1], local_files_only=True, **options)
+            return get(match[1], local_files_only=True, **options)
         raise ConfigError(
             f"{name}: no such directory here, and as the id of a {kind} on the Hub it cannot be downloaded: "
-            f"{first_line(error)} Without a network, download it elsewhere (hf download {found[1]}) and give the "
+            f"{first_line(error)} Without a network, download it elsewhere (hf download {match[1]}) and give the "
             "directory"
         ) from error

@@ -114,7 +114,7 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     with _reading(folder, ValueError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
-    cls = next((found for auto in autos if (found := model_class_of(auto, config)) is not None), None)
+    cls = next((registered for auto in autos if (registered := model_class_of(auto, config)) is not None), None)
     if cls is None:
         raise ConfigError(f"--model {path}: no model class is registered for {type(config).__name__}")
     return config, cls

@@ -101,7 +101,7 @@ def _is_adapter(given: object) -> bool:
 @functools.cache
 def _declared(path: tuple[str, ...]) -> dict[str, Adapter]:
     """Return the adapters of the entry points on a search path, by name; scanning the path takes 10 ms."""
-    found: dict[str, Adapter] = {}
+    declared_adapters: dict[str, Adapter] = {}
     for point in entry_points(group=ENTRY_POINTS):
         declared = f"the entry point {point.name} = {point.value} of the group {ENTRY_POINTS}"
         try:
@@ -118,8 +118,8 @@ def _declared(path: tuple[str, ...]) -> dict[str, Adapter]:
                 f"{declared} does not return an adapter: {problem}. It must name a callable without arguments that "
                 "returns an adapter, such as its class"
             )
-        found.setdefault(adapter.name, adapter)
-    return found
+        declared_adapters.setdefault(adapter.name, adapter)
+    return declared_adapters
 
 
 def external_adapters() -> dict[str, Adapter]:
@@ -128,10 +128,10 @@ def external_adapters() -> dict[str, Adapter]:
     Raises:
         AdapterError: an entry point cannot be loaded, or does not give an adapter.
     """
-    found = dict(_registered)
+    external = dict(_registered)
     for name, adapter in _declared(tuple(sys.path)).items():
-        found.setdefault(name, adapter)
-    return found
+        external.setdefault(name, adapter)
+    return external
 
 
 def adapters(model_classes: Collection[str] | None = None) -> dict[str, Adapter]:
@@ -144,10 +144,10 @@ def adapters(model_classes: Collection[str] | None = None) -> dict[str, Adapter]
     Raises:
         AdapterError: an entry point cannot be loaded, or does not give an adapter.
     """
-    found = external_adapters()
+    by_name = external_adapters()
     for family in built_in_families(model_classes):
-        found.setdefault(family.name, family)
-    return found
+        by_name.setdefault(family.name, family)
+    return by_name
 
 
 def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:

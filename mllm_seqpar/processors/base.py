@@ -109,10 +109,10 @@ class NativeProcessor(LocalCode, ProcessorMixin):
             stated, _ = cls.get_processor_dict(path, **hub)
             template = stated.get("chat_template") if stated.get(_SAVED_TEMPLATE) else None
         tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **of_tokenizer)
-        found = cls(parts["image_processor"] or image_processor(), tokenizer, chat_template=template, **options)
+        processor = cls(parts["image_processor"] or image_processor(), tokenizer, chat_template=template, **options)
         if parts["tokenizer"] is None:  # a published tokenizer has the chat template of its language model
-            tokenizer.chat_template = found.chat_template
-        return found
+            tokenizer.chat_template = processor.chat_template
+        return processor
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
         """Write tokenizer, image processor, chat template and options to a directory; return the paths of the files."""
@@ -200,14 +200,14 @@ class NativeProcessor(LocalCode, ProcessorMixin):
             listed = [media_of(messages, kind) for messages in conversations]
             if media[name] is None and any(listed):
                 media[name] = listed
-        found = self(text=texts, **{name: value for name, value in media.items() if value is not None}, **options)
+        inputs = self(text=texts, **{name: value for name, value in media.items() if value is not None}, **options)
         if spans is not None:
-            masks = target_mask(found.pop("offset_mapping"), spans)
+            masks = target_mask(inputs.pop("offset_mapping"), spans)
             if return_labels:
-                found["labels"] = _labels(found[self.ids_name], masks)
+                inputs["labels"] = _labels(inputs[self.ids_name], masks)
             if return_assistant_tokens_mask:
-                found["assistant_masks"] = _like(masks, found[self.ids_name])
-        return found if return_dict else found[self.ids_name]
+                inputs["assistant_masks"] = _like(masks, inputs[self.ids_name])
+        return inputs if return_dict else inputs[self.ids_name]
 
     def _render(
         self,
@@ -353,12 +353,12 @@ def _conversations(given: Any) -> tuple[list[list[dict[str, Any]]], bool]:
     if not isinstance(given, (list, tuple)) or not given:
         raise DataError(f"the conversation is {given!r:.80}; pass a list of messages, or a list of such lists")
     batched = not isinstance(given[0], Mapping)
-    found = []
+    conversations = []
     for messages in given if batched else [given]:
         if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
             raise DataError(f"a conversation is {messages!r:.80}; expected a list of messages with role and content")
-        found.append([_message(message) for message in messages])
-    return found, batched
+        conversations.append([_message(message) for message in messages])
+    return conversations, batched
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,12 +113,8 @@ class Frames:
     def gathered(self, visual: VisualFeatures, comm: Communicator, index: Tensor) -> Frames:
         """Return the frames with all ranks' features on every rank ("replicate").
 
-        The features are gathered once for all layers; backward sums the ranks' gradients of each frame, also once.
-
-        Args:
-            visual: this rank's features.
-            comm: the group.
-            index: (units,), the index of all units.
+        `visual` are this rank's features, and `index` (units, ...) is that of all units. The features are gathered once
+        for all layers; backward sums the ranks' gradients of each frame, also once.
         """
         counts = [span_length(spans) for spans in self.units]
         local, total = visual.features, visual.units
@@ -140,12 +136,9 @@ def frames_of_shards(
 ) -> Frames:
     """Return the frames of a pass with sharded rows, and what `strategy="auto"` selects for all its layers.
 
-    With "replicate", named or selected, they are features gathered on every rank.
-
-    Args:
-        source, mask, text, sizes: those of `Frames.of_shards`.
-        index: returns the index of all units (`VisualFeatures.index`), (units, ...).
-        shape: of the cross-attention of all layers; None: each layer selects.
+    With "replicate", named or selected, they are features gathered on every rank, and `index` returns the index of all
+    units. `shape` is that of the cross-attention of all layers; None: each layer selects. The other arguments are those
+    of `Frames.of_shards`.
     """
     frames, config = Frames.of_shards(source, mask, text, sizes), context.config
     if isinstance(source, VisualFeatures) and context.comm.size > 1:

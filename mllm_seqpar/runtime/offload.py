@@ -115,20 +115,21 @@ class HostFeatures(VisualFeatures):
 
         They are stored as (keys, G, D), so that a chunk of frames is contiguous.
         """
-        k, v = call_within(fsdp_units_among(project.modules), lambda: self._stored_keys_values(project, dtype))
-        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-
-    def _stored_keys_values(self, project: Projection, dtype: torch.dtype) -> list[Tensor]:
         frames, tokens, _ = self.features.shape
         chunks, stored = unit_chunks(self.features), list[Tensor]()
-        features = self.copies.to_device("features", self.features, chunks)
-        for part, chunk in zip(features, chunks, strict=True):
-            for number, x in enumerate(project_chunks(project, part.to(self.dtype), self.index[chunk], dtype)):
-                if len(stored) <= number:
-                    stored.append(self.copies.host_empty((frames * tokens, x.shape[1], x.shape[3]), dtype))
-                target = stored[number][chunk.start * tokens : chunk.stop * tokens]
-                self.copies.to_host(x[0].transpose(0, 1).contiguous(), target)
-        return stored
+
+        def store() -> list[Tensor]:
+            features = self.copies.to_device("features", self.features, chunks)
+            for part, chunk in zip(features, chunks, strict=True):
+                for number, x in enumerate(project_chunks(project, part.to(self.dtype), self.index[chunk], dtype)):
+                    if len(stored) <= number:
+                        stored.append(self.copies.host_empty((frames * tokens, x.shape[1], x.shape[3]), dtype))
+                    target = stored[number][chunk.start * tokens : chunk.stop * tokens]
+                    self.copies.to_host(x[0].transpose(0, 1).contiguous(), target)
+            return stored
+
+        k, v = call_within(fsdp_units_among(project.modules), store)
+        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,6 @@ class OffloadedKeys(StreamedKeys):
     """Keys and values that are projected from features in host memory, one chunk of frames at a time.
 
     Attributes:
-        spec: how the group attends to these keys.
         visual: the features; without them in backward, for which autograd saves them.
         projection: the projection, as keys of no frames.
     """
@@ -214,7 +214,11 @@ class _StoredRun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.store.take(ctx.frames).to(ctx.device), None, None
+        part = ctx.store.gradient[ctx.frames].to(ctx.device)
+        ctx.store.runs -= 1
+        if not ctx.store.runs:
+            ctx.store.gradient = torch.empty(0)
+        return part, None, None
 
 
 class _StoredFeatures(torch.autograd.Function):
@@ -228,39 +232,23 @@ class _StoredFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.store.put(gradient, ctx.runs)
+        ctx.store.gradient, ctx.store.runs = gradient, ctx.runs
         return None, *(torch.zeros(()) for _ in range(ctx.runs))
 
 
 class _HostStore:
-    """The features of all runs in host memory, until the last has written them; and in backward their gradient.
-
-    It is alive as long as the graph, and frees each of them after its last use.
-    """
+    """The features of all runs in host memory, until the last has written them; and in backward their gradient, until
+    the last of `runs` runs has taken its part. It is alive as long as the graph."""
 
     def __init__(self) -> None:
-        self.whole = torch.empty(0)
-        self._gradient, self._runs = torch.empty(0), 0
-
-    def put(self, gradient: Tensor, runs: int) -> None:
-        """Keep the gradient until `runs` runs have taken their part."""
-        self._gradient, self._runs = gradient, runs
-
-    def take(self, frames: slice) -> Tensor:
-        """Return the gradient of the frames of a run."""
-        part, self._runs = self._gradient[frames], self._runs - 1
-        if not self._runs:
-            self._gradient = torch.empty(0)
-        return part
+        self.whole, self.gradient, self.runs = torch.empty(0), torch.empty(0), 0
 
 
 def stored_in_host_memory(runs: Iterator[Tensor], frames: int, device: torch.device) -> Tensor:
     """Return the concatenation of features in host memory, differentiably.
 
-    Args:
-        runs: features (f, tokens, width) on `device`; each is freed before the next is asked for.
-        frames: the number of features of all runs.
-        device: of the model.
+    `runs` are features (f, tokens, width) on `device`, of `frames` frames in all; each is freed before the next is
+    asked for.
     """
     store, start = _HostStore(), 0
     stored: list[Tensor] = []

@@ -54,9 +54,8 @@ class FunctionProjection:
     """A `Projection` by any function, which autograd differentiates.
 
     Attributes:
-        function: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D). It treats frames
-            independently of each other, and gives the same result when called again.
-        modules: the modules that it uses, so that their parameters receive gradients.
+        function: (features (f, tokens, width), index (f, ...)) -> k, v (1, G, f * tokens, D), as in `Projection`.
+        modules: the modules that it uses.
     """
 
     function: ProjectFunction
@@ -99,12 +98,9 @@ class KVProjection:
         return [*before, *self.linears] if self.key_norm is None else [*before, *self.linears, self.key_norm]
 
     def __call__(self, features: Tensor, index: Tensor, raw_keys: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Return k and v (1, G, f * tokens, D) of features (f, tokens, width), frame by frame.
+        """Return k and v (1, G, f * tokens, D) of features (f, tokens, width) and index (f, ...), frame by frame.
 
-        Args:
-            features: the features of f frames.
-            index: (f, ...), what `rotate` takes of each frame.
-            raw_keys: K before its norm, (f, tokens, G, D), is appended to it.
+        K before its norm, (f, tokens, G, D), is appended to `raw_keys`.
         """
         x = self._as_input(features)
         x = x if self.input_norm is None else self.input_norm(x)
@@ -143,16 +139,11 @@ class KVProjection:
         matrix multiplications of the forward pass.
 
         Args:
-            features: the features of f frames.
-            index: (f, ...).
-            dk: (1, G, f * tokens, D), the gradient of k, in any dtype.
-            dv: the same for v.
-            needs_features: whether the gradient of the features is returned.
+            features, index: those of f frames.
+            dk, dv: (1, G, f * tokens, D), the gradients of k and v, in any dtype.
+            needs_features: whether the gradient of the features is returned; it has their dtype.
             trained: the parameters whose gradients are returned.
             raw_keys: (f, tokens, G, D), what the projection of this chunk stored, if there is a `key_norm`.
-
-        Returns:
-            The gradients, that of the features in their dtype.
         """
         of_input, of_key = (_parameters_in(norm, trained) for norm in (self.input_norm, self.key_norm))
         grads: dict[int, Tensor] = {}
@@ -168,8 +159,8 @@ class KVProjection:
             raw = raw_keys.detach().requires_grad_()
             with torch.enable_grad():
                 k = self.key_norm(_inner(raw))
-            dk, *found = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype).contiguous(), allow_unused=True)
-            _add(grads, of_key, found)
+            dk, *grads_of_norm = torch.autograd.grad(k, [raw, *of_key], dk.to(k.dtype).contiguous(), allow_unused=True)
+            _add(grads, of_key, grads_of_norm)
         if self.rotate is not None and self.rotates_first:
             dk = self.rotate(dk, index, True)
         dx = self._linear_grads(x.detach().flatten(0, 1), self._join(dk, dv), needs_x, trained, grads)
@@ -180,10 +171,10 @@ class KVProjection:
                 d_features = dx.to(features.dtype)
             else:
                 targets = ([y] if needs_features else []) + of_input
-                found = list(torch.autograd.grad(x, targets, dx.to(x.dtype), allow_unused=True))
-                d_features = found.pop(0) if needs_features else None
+                grads_of_norm = list(torch.autograd.grad(x, targets, dx.to(x.dtype), allow_unused=True))
+                d_features = grads_of_norm.pop(0) if needs_features else None
                 d_features = None if d_features is None else d_features.to(features.dtype)
-                _add(grads, of_input, found)
+                _add(grads, of_input, grads_of_norm)
         return d_features, [grads.get(id(parameter)) for parameter in trained]
 
     def _linear_grads(
@@ -222,12 +213,9 @@ class KVProjection:
         """Return k and v (f, tokens, G, D) from the outputs (f, tokens, channels) of the linear layers."""
         if len(outputs) == 1 and self.interleaved:
             k, v = outputs[0].unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        else:
-            k, v = (
-                x.unflatten(-1, (-1, self.head_dim))
-                for x in (outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs)
-            )
-        return k, v
+            return k, v
+        k, v = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
+        return k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))
 
     def _join(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
         """Return the gradients (rows, channels) of the linear layers' outputs, given those of the results of `_split`.
@@ -253,11 +241,10 @@ def autograd_grads(
     trained: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Grads:
-    """Return the gradients of features (f, tokens, width) and of the parameters `trained`, by differentiating
-    `project`, the result of which is cast to `dtype`.
+    """Return what `KVProjection.direct_grads` does, by differentiating `project`, the result of which is cast to
+    `dtype`.
 
-    The other arguments are those of `KVProjection.direct_grads`. Hooks that users registered on a parameter run when
-    autograd gets the result, and not here.
+    Hooks that users registered on a parameter run when autograd gets the result, and not here.
     """
     detached = detached_parameters(project.modules) if _have_hooks(trained) else nullcontext(dict[int, Tensor]())
     with torch.enable_grad(), detached as replaced:
@@ -306,9 +293,9 @@ def _parameters_in(module: nn.Module | None, trained: Sequence[Tensor]) -> list[
     return [parameter for parameter in trained if id(parameter) in own]
 
 
-def _add(grads: dict[int, Tensor], parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+def _add(grads: dict[int, Tensor], parameters: Sequence[Tensor], added: Sequence[Tensor | None]) -> None:
     """Add gradients to those of the same parameters: modules may share one."""
-    for parameter, grad in zip(parameters, found, strict=True):
+    for parameter, grad in zip(parameters, added, strict=True):
         if grad is not None:
-            known = grads.get(id(parameter))
-            grads[id(parameter)] = grad if known is None else known + grad
+            before = grads.get(id(parameter))
+            grads[id(parameter)] = grad if before is None else before + grad

@@ -106,7 +106,7 @@ class StarText(TextShards):
 
     def _first_keys(self, window: int | None) -> Tensor:
         """Return the first key that each row attends to; that of padding is beyond the end, where there is none."""
-        found = super()._first_keys(window)
-        first = torch.zeros(1, self.padded, dtype=torch.int64) if found is None else found.clone()
+        causal = super()._first_keys(window)
+        first = torch.zeros(1, self.padded, dtype=torch.int64) if causal is None else causal.clone()
         first[:, self.length :] = self.padded
         return first

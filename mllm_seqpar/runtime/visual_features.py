@@ -131,11 +131,9 @@ class RecomputedKeys(WholeKeys):
     """Keys that are projected from the shared features, in forward and again in backward.
 
     Attributes:
-        spec: how the group attends to these keys.
         visual: the shared features of this rank.
         project: how k and v are projected.
         dtype: dtype of k and v, that of the queries.
-        modules: those of the projection.
     """
 
     spec: CallSpec

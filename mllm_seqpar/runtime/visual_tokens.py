@@ -164,8 +164,8 @@ class TokenRoutes:
         of at most `PIECE_BYTES` is sent and received at a time.
         """
         routes = self.on(embeddings.device)
-        found: tuple[Tensor, ...] = _ExchangeRows.apply(embeddings, routes, comm, count)
-        return [VisualTokens(part, routes.index) for part in found]
+        parts: tuple[Tensor, ...] = _ExchangeRows.apply(embeddings, routes, comm, count)
+        return [VisualTokens(part, routes.index) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ class VisualTokens:
 
     def mask(self, batch: int, rows: int) -> Tensor:
         """Return (B, s) bool: which rows are visual tokens."""
-        found = torch.zeros(batch * rows, dtype=torch.bool, device=self.index.device)
-        return found.index_fill_(0, self.index, True).view(batch, rows)
+        rows_of_frames = torch.zeros(batch * rows, dtype=torch.bool, device=self.index.device)
+        return rows_of_frames.index_fill_(0, self.index, True).view(batch, rows)
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -239,14 +239,10 @@ def _move(
     take: Callable[[Tensor, Tensor], None],
     like: Tensor,
 ) -> None:
-    """Move rows like those of `like` between all ranks, in pieces.
+    """Move rows like those of `like` (any, width) between all ranks, in pieces.
 
-    Args:
-        comm: the group.
-        sends, receives: for each rank, indices of the rows that it gets, and that come from it.
-        give: returns the rows with these indices, contiguous.
-        take: takes the rows that have come for these indices; always called in the same order, rank by rank.
-        like: (any, width).
+    `sends` and `receives` are, for each rank, indices of the rows that it gets, and that come from it. `give` returns
+    rows, contiguous; `take` takes the rows that have come, always in the same order, rank by rank.
     """
     row = like.shape[1] * like.element_size()
     size = max(1, PIECE_BYTES // max(1, row * max(1, comm.size - 1)))  # rows for each other rank

@@ -17,7 +17,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -46,36 +46,34 @@ POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' blob: data:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the routes use.
+    """What the routes use."""
 
-    Attributes:
-        model: the name of the model in requests and responses.
-        api_key: required by all but the page, /health and /metrics, if it is not None.
-        max_bytes: of the body of a request with media.
-        sampling: the defaults of an answer.
-        frames: of a video, as far as a request states nothing else.
-        origins: of pages elsewhere that may use the server; "*" stands for all.
-        log: is called with a line for each request.
-        fetching: limits the threads that fetch media, so that slow hosts leave threads for other requests.
-    """
-
-    model: str
+    model: str  # its name in requests and responses
     store: MediaStore
     queue: RequestQueue
     ranks: int
-    api_key: str | None
-    max_bytes: int
-    sampling: Sampling
-    frames: FrameChoice
-    origins: frozenset[str] = frozenset()
-    log: Callable[[str], object] = lambda line: None
+    api_key: str | None  # required by all but the page, /health and /metrics, if it is not None
+    max_bytes: int  # of the body of a request with media
+    sampling: Sampling  # the defaults of an answer
+    frames: FrameChoice  # of a video, as far as a request states nothing else
+    origins: frozenset[str] = frozenset()  # of pages elsewhere that may use the server; "*" stands for all
+    log: Callable[[str], object] = lambda line: None  # is called with a line for each request
     created: int = field(default_factory=lambda: int(time.time()))
+    # Limits the threads that fetch media, so that slow hosts leave threads for other requests.
     fetching: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MEDIA_THREADS))
 
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics(_gauges(service))
+    queue, store = service.queue, service.store
+    metrics = Metrics(
+        {
+            "requests_running": ("Requests that the model answers now.", lambda: queue.running),
+            "requests_waiting": ("Requests that wait for the model.", lambda: queue.waiting),
+            "stored_bytes": ("Bytes of uploads, and of the media of requests.", lambda: store.stored),
+            "ranks": ("Ranks of the model.", lambda: service.ranks),
+        }
+    )
     public = {"/health", "/metrics", *_page_files()}
     rules = {"api_key": service.api_key, "public": public, "max_bytes": service.max_bytes, "origins": service.origins}
     app.add_middleware(Guard, **rules)
@@ -89,11 +87,12 @@ def make_app(service: Service) -> FastAPI:
         )
     app.add_middleware(Monitor, metrics=metrics, log=service.log)  # the last one is the outermost
     for kind in (ApiError, HTTPException, SeqParError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _as_response)
+        app.add_exception_handler(kind, lambda request, error: error_response(request.scope, error))
     _add_state(app, service, metrics)
-    _add_files(app, service.store)
-    _add_previews(app, Previews(service.store))
-    _add_page(app)
+    _add_files(app, store)
+    _add_previews(app, Previews(store))
+    for path, file in _page_files().items():
+        app.add_api_route(path, _page(file))
     described = {"id": service.model, "object": "model", "created": service.created, "owned_by": "mllm-seqpar"}
 
     @app.get("/v1/models")
@@ -110,16 +109,6 @@ def make_app(service: Service) -> FastAPI:
         return await _complete(service, request)
 
     return app
-
-
-def _gauges(service: Service) -> dict[str, tuple[str, Callable[[], float]]]:
-    queue, store = service.queue, service.store
-    return {
-        "requests_running": ("Requests that the model answers now.", lambda: queue.running),
-        "requests_waiting": ("Requests that wait for the model.", lambda: queue.waiting),
-        "stored_bytes": ("Bytes of uploads, and of the media of requests.", lambda: store.stored),
-        "ranks": ("Ranks of the model.", lambda: service.ranks),
-    }
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -217,7 +206,7 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise ApiError(400, "expected a file and its purpose, such as user_data", param="file")
-            name, expiry = file.filename or "upload", _expiry(form)
+            name, expiry = file.filename or "upload", Expiry.of(form)
             upload = await run_in_threadpool(store.add, file.file, name, purpose, expiry)
         finally:
             await form.close()
@@ -238,12 +227,6 @@ def _add_files(app: FastAPI, store: MediaStore) -> None:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-def _expiry(form: FormData) -> Expiry | None:
-    """Return when an upload expires, as OpenAI's client states it: in the fields expires_after[...] of the form."""
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    return None if anchor is seconds is None else Expiry.of(anchor, seconds)
-
-
 def _add_previews(app: FastAPI, previews: Previews) -> None:
     """Add the routes by which the page shows a file."""
 
@@ -262,25 +245,13 @@ def _add_previews(app: FastAPI, previews: Previews) -> None:
         return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
 
 
-def _add_page(app: FastAPI) -> None:
-    """Add the page for conversations with the model."""
-
-    def serve(path: str, file: Path) -> None:
-        @app.get(path)
-        async def page() -> Response:
-            return FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
-
-    for path, file in _page_files().items():
-        serve(path, file)
+def _page(file: Path) -> Callable[[], Response]:
+    return lambda: FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
 
 
 def _page_files() -> dict[str, Path]:
     """Return the files of the page by their paths in URLs."""
     return {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(PAGE.iterdir())}
-
-
-def _as_response(request: Request, error: Exception) -> Response:
-    return error_response(request.scope, error)
 
 
 async def _json(request: Request) -> Any:

@@ -34,9 +34,7 @@ _WAIT, _END = "", "end"
 class JobChannel:
     """Sends texts from rank 0 to all other ranks. Every rank creates it; rank 0 calls `send`, the others `receive`.
 
-    Args:
-        comm: the ranks.
-        heartbeat: seconds between the texts to waiting ranks; less than the timeout of the group.
+    The `heartbeat`, seconds between the texts to waiting ranks, is less than the timeout of the group.
     """
 
     def __init__(self, comm: Communicator, heartbeat: float = HEARTBEAT) -> None:
@@ -110,16 +108,7 @@ class Worker:
         self.channel = JobChannel(engine.comm, HEARTBEAT if timeout is None else min(HEARTBEAT, timeout / 4))
 
     def run(self, job: Job, **callbacks: Any) -> Answer:
-        """Run a job on all ranks.
-
-        Args:
-            job: of the user.
-            **callbacks: `on_start` and `progress` of the encoding, `on_text`, and `interrupted`, which ends the answer
-                when it returns True.
-
-        Raises:
-            JobError: the job cannot be answered.
-        """
+        """Run a job of the user on all ranks, with the callbacks of `_run`; raise JobError if it has no answer."""
         with self.channel.send(job.to_json()):
             return self._run(job, **callbacks)
 

@@ -80,20 +80,18 @@ def _remove_if_dead(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Expiry:
-    """When an upload is deleted: OpenAI's `expires_after`, with a second anchor.
+    """When an upload is deleted: OpenAI's `expires_after`, with a second anchor."""
 
-    Attributes:
-        anchor: what the seconds are counted from: "created_at", or "last_active_at", the last request that named it.
-        seconds: 60 to 30 days.
-    """
-
-    anchor: str
-    seconds: int
+    anchor: str  # what the seconds are counted from: "created_at", or "last_active_at", the last request that named it
+    seconds: int  # 60 to 30 days
 
     @classmethod
-    def of(cls, anchor: Any, seconds: Any) -> Expiry:
-        """Return the expiry that the fields of a form state; raise ApiError 400."""
-        number = int(seconds) if str(seconds).isdecimal() and len(seconds) < 9 else 0
+    def of(cls, form: Mapping[str, Any]) -> Expiry | None:
+        """Return the expiry that the fields of a form state, as OpenAI's client does; raise ApiError 400."""
+        anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+        if anchor is seconds is None:
+            return None
+        number = int(str(seconds)) if str(seconds).isdecimal() and len(str(seconds)) < 9 else 0
         for name, value, valid, allowed in (
             ("anchor", anchor, anchor in ("created_at", "last_active_at"), "created_at or last_active_at"),
             ("seconds", seconds, 60 <= number <= 2_592_000, "60 to 2592000"),
@@ -101,7 +99,7 @@ class Expiry:
             if not valid:
                 text = f"expires_after[{name}]: {str(value)[:80]!r} is not allowed; give {allowed}"
                 raise ApiError(400, text, param="expires_after")
-        return cls(anchor=anchor, seconds=number)
+        return cls(anchor=str(anchor), seconds=number)
 
 
 @dataclass(kw_only=True)
@@ -115,22 +113,20 @@ class Upload:
     bytes: int
     created_at: int
     expires_at: int | None = None
+    expiry: Expiry | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
-        facts = {name: value for name, value in vars(self).items() if name != "path"}
+        facts = {name: value for name, value in vars(self).items() if name not in ("path", "expiry")}
         return {**facts, "object": "file", "status": "processed"}
 
 
 class MediaStore:
     """Resolves the media of requests to files. Threads may share it.
 
-    Args:
-        folder: for uploads and downloads; all ranks must have access to it.
-        media_root: the folder below which requests may name paths; None: no paths.
-        allowed_hosts: hosts of http(s) URLs; "*" allows all with a public address.
-        max_bytes: of one file.
-        max_total: bytes of all uploads, and of the data: URLs and downloads of the requests that wait or run.
+    All ranks must have access to the folder. Without `media_root`, requests may name no paths; the host "*" stands for
+    all with a public address. `max_bytes` is of one file, and `max_total` of all uploads, and of the data: URLs and
+    downloads of the requests that wait or run.
     """
 
     def __init__(
@@ -145,7 +141,6 @@ class MediaStore:
         self._folder, self._root = folder, None if media_root is None else Path(media_root).resolve()
         self._hosts, self.max_bytes, self._max_total = {host.lower() for host in allowed_hosts}, max_bytes, max_total
         self._uploads: dict[str, Upload] = {}
-        self._expiries: dict[str, Expiry] = {}
         self._used: Counter[Path] = Counter()
         self._removed: set[Path] = set()
         self._reserved = 0
@@ -166,13 +161,6 @@ class MediaStore:
                 "first (DELETE /v1/files/ID), or try again when other requests have ended",
             )
 
-    @contextmanager
-    def room(self, size: int) -> Iterator[None]:
-        """Count bytes that are being received until the end of the block; raise ApiError 413 if they do not fit."""
-        with self._reservation() as reserve:
-            reserve(size)
-            yield
-
     def add(self, file: Any, filename: str, purpose: str, expiry: Expiry | None = None) -> Upload:
         """Store an upload from a binary file; raise ApiError 413 if it does not fit."""
         suffix, upload_id = Path(filename).suffix.lower(), f"file-{os.urandom(12).hex()}"
@@ -180,15 +168,21 @@ class MediaStore:
         with self._temporary() as temporary:
             with temporary.open("wb") as target:
                 shutil.copyfileobj(file, target, _BLOCK)
-            facts = {"bytes": temporary.stat().st_size, "created_at": int(time.time())}
-            upload = Upload(path=path, id=upload_id, filename=filename, purpose=purpose, **facts)
+            now = int(time.time())
+            upload = Upload(
+                path=path,
+                id=upload_id,
+                filename=filename,
+                purpose=purpose,
+                bytes=temporary.stat().st_size,
+                created_at=now,
+                expires_at=None if expiry is None else now + expiry.seconds,
+                expiry=expiry,
+            )
             with self._lock:
                 self._require_room(upload.bytes)
                 temporary.rename(path)
                 self._uploads[upload_id] = upload
-                if expiry is not None:
-                    self._expiries[upload_id] = expiry
-                    upload.expires_at = upload.created_at + expiry.seconds
         return upload
 
     def uploads(self) -> list[Upload]:
@@ -202,16 +196,12 @@ class MediaStore:
     def upload(self, file_id: str) -> Upload:
         """Return an upload, which is then in use; raise ApiError 404."""
         with self._lock:
-            if (found := self._find(file_id)) is None:
+            self.uploads()
+            if (upload := self._uploads.get(file_id)) is None:
                 raise ApiError(404, f"No such File object: {file_id}", param="id")
-            return found
-
-    def _find(self, file_id: str) -> Upload | None:
-        self.uploads()
-        found, expiry = self._uploads.get(file_id), self._expiries.get(file_id)
-        if found is not None and expiry is not None and expiry.anchor == "last_active_at":
-            found.expires_at = int(time.time()) + expiry.seconds
-        return found
+            if upload.expiry is not None and upload.expiry.anchor == "last_active_at":
+                upload.expires_at = int(time.time()) + upload.expiry.seconds
+            return upload
 
     def delete(self, file_id: str) -> None:
         """Forget an upload. Its file is removed when no request uses it."""
@@ -220,7 +210,6 @@ class MediaStore:
 
     def _forget(self, upload: Upload) -> None:
         del self._uploads[upload.id]
-        self._expiries.pop(upload.id, None)
         self._removed.add(upload.path)
         self._remove_unused(upload.path)
 
@@ -243,18 +232,20 @@ class MediaStore:
             ClientDisconnect: `abandoned` returned True.
         """
         with ExitStack() as used:
-            found = []
-            for where, shown in media.items():
+            clips = []
+            for where, part in media.items():
                 try:
-                    path, name = (
-                        self._upload(used, shown.source)
-                        if shown.kind == "file"
-                        else self._named(used, shown.source, abandoned)
-                    )
-                    found.append(_clip(str(path), name, shown, frames))
+                    find = self._upload if part.kind == "file" else self._named
+                    path, name = find(used, part.source, abandoned)
+                    if part.kind != "image_url" and not (part.kind == "file" and is_image_file(str(path))):
+                        clips.append(Clip.of_file("video", str(path), part.frames.over(frames), name=name))
+                    elif stated := part.frames.given():
+                        raise ApiError(400, f"{next(iter(stated))} of an image; only a video takes it")
+                    else:
+                        clips.append(Clip.of_file("image", str(path), name=name))
                 except ApiError as error:
                     raise error.at(where) from error
-            yield tuple(found)
+            yield tuple(clips)
 
     @contextmanager
     def _using(self, path: Path) -> Iterator[None]:
@@ -275,10 +266,12 @@ class MediaStore:
                 self._removed.discard(path)
                 path.unlink(missing_ok=True)
 
-    def _upload(self, used: ExitStack, file_id: str) -> tuple[Path, str]:
+    def _upload(self, used: ExitStack, file_id: str, _: Callable[[], bool]) -> tuple[Path, str]:
         with self._lock:
-            if (upload := self._find(file_id)) is None:
-                raise ApiError(400, f"no uploaded file has the id {file_id}")
+            try:
+                upload = self.upload(file_id)
+            except ApiError as error:
+                raise ApiError(400, f"no uploaded file has the id {file_id}") from error
             used.enter_context(self._using(upload.path))
         return upload.path, upload.filename
 
@@ -287,7 +280,10 @@ class MediaStore:
         scheme, colon, _ = url[:20].partition(":")  # a data: URL may be long
         scheme = scheme.lower() if colon and scheme.isalnum() else ""
         if scheme == "data":
-            return self._inline(used, url), "the data: URL"
+            try:  # the name depends on the content, so that a later request with the same video finds it
+                return self._keep(used, data_blocks(url)), "the data: URL"
+            except ValueError as error:
+                raise ApiError(400, f"not a data: URL with a file ({error})") from error
         if scheme in ("http", "https"):
             return self._download(used, url, abandoned), url
         if scheme == "file" or not scheme:
@@ -308,13 +304,6 @@ class MediaStore:
             raise ApiError(400, "no such file below the server's --media_root")
         return path
 
-    def _inline(self, used: ExitStack, url: str) -> Path:
-        # The name depends on the content, so that a later request with the same video finds it.
-        try:
-            return self._keep(used, data_blocks(url))
-        except ValueError as error:
-            raise ApiError(400, f"not a data: URL with a file ({error})") from error
-
     def _download(self, used: ExitStack, url: str, abandoned: Callable[[], bool]) -> Path:
         try:
             with open_url(url, self._hosts) as answer:
@@ -322,23 +311,27 @@ class MediaStore:
                 expected = int(length) if length.isdecimal() else 0
                 version = answer.headers.get("ETag") or os.urandom(8).hex()
                 name = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
-                content = _until(abandoned, blocks(answer, LONGEST))
-                return self._keep(used, content, name=name, expected=expected)
+
+                def content() -> Iterator[bytes]:
+                    for block in blocks(answer, LONGEST):
+                        if abandoned():
+                            raise ClientDisconnect
+                        yield block
+
+                return self._keep(used, content(), name=name, expected=expected)
         except NotAllowed as error:
             raise ApiError(400, str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ApiError(400, f"the URL cannot be read ({error})") from error
 
     def _keep(self, used: ExitStack, blocks: Iterable[bytes], *, name: str = "", expected: int = 0) -> Path:
-        """Write a file for one request; an equal file of another request is shared.
+        """Write a file until the end of `used`, block by block; an equal file of another request is shared.
 
         Args:
-            used: at its end, the file and the bytes that are counted for it are released.
-            blocks: the content; written and counted one after another.
             name: what equal files have in common; default: a digest of the content.
             expected: the size, if it is known; counted before the first block is read.
         """
-        reserve, size, digest = used.enter_context(self._reservation()), 0, hashlib.sha256()
+        reserve, size, digest = used.enter_context(self.room()), 0, hashlib.sha256()
         with self._temporary() as temporary:
             with temporary.open("wb") as target:
                 for block in chain([b""], blocks):
@@ -357,8 +350,12 @@ class MediaStore:
         return path
 
     @contextmanager
-    def _reservation(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that sets the number of bytes that count against `max_total` until the end of the block."""
+    def room(self, size: int = 0) -> Iterator[Callable[[int], None]]:
+        """Count bytes against `max_total` until the end of the block, and yield a function that sets their number.
+
+        Raises:
+            ApiError: 413 if they do not fit; the function too.
+        """
         reserved = 0
 
         def reserve(size: int) -> None:
@@ -367,6 +364,7 @@ class MediaStore:
                 self._require_room(size - reserved)
                 self._reserved, reserved = self._reserved + size - reserved, size
 
+        reserve(size)
         try:
             yield reserve
         finally:
@@ -395,21 +393,6 @@ class MediaStore:
         finally:
             if name is not None:
                 Path(name).unlink(missing_ok=True)
-
-
-def _until(abandoned: Callable[[], bool], blocks: Iterable[bytes]) -> Iterator[bytes]:
-    for block in blocks:
-        if abandoned():
-            raise ClientDisconnect
-        yield block
-
-
-def _clip(path: str, name: str, shown: Clip, frames: FrameChoice) -> Clip:
-    if shown.kind == "image_url" or (shown.kind == "file" and is_image_file(path)):
-        if given := shown.frames.given():
-            raise ApiError(400, f"{next(iter(given))} of an image; only a video takes it")
-        return Clip.of_file("image", path, name=name)
-    return Clip.of_file("video", path, shown.frames.over(frames), name=name)
 
 
 class Previews:

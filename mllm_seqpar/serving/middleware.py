@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -52,22 +52,16 @@ PATIENCE = 60.0
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """The facts of one request.
-
-    Attributes:
-        status: of the response; of its end, if a stream ends with an error.
-        reason: of an error.
-        queue, first_token: seconds until the model started on the request, and until the first text.
-    """
+    """The facts of one request."""
 
     id: str
     method: str
     path: str
     began: float = field(default_factory=time.perf_counter)
-    status: int = 0
-    reason: str = ""
-    queue: float | None = None
-    first_token: float | None = None
+    status: int = 0  # of the response; of its end, if a stream ends with an error
+    reason: str = ""  # of an error
+    queue: float | None = None  # seconds until the model started on the request
+    first_token: float | None = None  # seconds until the first text
     reply: Answer | None = None
 
     @property
@@ -98,13 +92,7 @@ def record_of(scope: Any) -> RequestRecord:
 
 
 class Monitor:
-    """ASGI middleware that writes the log and counts.
-
-    Args:
-        app: the application.
-        metrics: counts answers.
-        log: is called with each line.
-    """
+    """ASGI middleware that counts, and calls `log` with a line for each request."""
 
     def __init__(self, app: Any, *, metrics: Metrics, log: Callable[[str], object]) -> None:
         self._app, self._metrics, self._log = app, metrics, log
@@ -134,11 +122,7 @@ class Monitor:
 
 
 class Metrics:
-    """Counts of the requests for an answer.
-
-    Args:
-        gauges: further metrics, (description, function that returns the value) by name.
-    """
+    """Counts of the requests for an answer, and `gauges`: (description, function that returns the value) by name."""
 
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
         disable_created_metrics()  # of the whole process, which is the server's
@@ -198,21 +182,15 @@ def error_response(scope: Any, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """ASGI middleware that refuses requests which must not reach a route, and limits their bodies.
+    """ASGI middleware that refuses requests which must not reach a route, and limits their bodies (`Service`).
 
-    Args:
-        app: the application.
-        api_key: required by all requests except GET of the public paths, if it is not None.
-        public: paths of the page and of the state of the server.
-        max_bytes: of a body with media.
-        origins: of pages elsewhere that are allowed; "*" stands for all.
+    A GET of the `public` paths, of the page and the state of the server, needs no key.
     """
 
     def __init__(
         self, app: Any, *, api_key: str | None, public: Set[str], max_bytes: int, origins: Set[str] = frozenset()
     ) -> None:
-        self._app, self._key, self._public, self._max_bytes = app, api_key, public, max_bytes
-        self._origins = origins
+        self._app, self._key, self._public, self._max_bytes, self._origins = app, api_key, public, max_bytes, origins
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -233,13 +211,13 @@ class Guard:
     def _check(self, scope: Any, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
         address = (scope.get("server") or ("", 0))[0]
-        if host is not None and _is_loopback(address) and not _is_loopback(_hostname(host)):
+        if host is not None and _is_loopback(address) and not _is_loopback(_parts(f"//{host}").hostname or ""):
             raise ApiError(
                 403,
                 f"requests for the host {host[:80]} are refused; this server is 127.0.0.1 or localhost",
                 code="host",
             )
-        if origin is not None and _netloc(origin) != host and not self._origins & {origin, "*"}:
+        if origin is not None and _parts(origin).netloc != host and not self._origins & {origin, "*"}:
             text = f"requests from pages of {origin[:80]} are refused; the server's --allowed_origins allows origins"
             raise ApiError(403, text, code="origin")
         if self._key is not None and not (scope["method"] == "GET" and scope["path"] in self._public):
@@ -248,20 +226,12 @@ class Guard:
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
 
-def _netloc(origin: str) -> str:
-    """Return the host of an Origin header as a Host header states it; empty if it is malformed."""
+def _parts(url: str) -> SplitResult:
+    """Return the parts of a URL; empty ones if it is malformed."""
     try:
-        return urlsplit(origin).netloc
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _hostname(host: str) -> str:
-    """Return the name or address in a Host header, without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+        return urlsplit("")
 
 
 def _is_loopback(name: str) -> bool:

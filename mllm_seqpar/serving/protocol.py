@@ -132,7 +132,7 @@ class _Frames(_Object):
         return self
 
     def frames(self) -> FrameChoice:
-        return FrameChoice(**{name: getattr(self, name) for name in _Frames.model_fields})
+        return FrameChoice(**self.model_dump())
 
 
 class _SamplingFields(_Object):
@@ -145,10 +145,8 @@ class _SamplingFields(_Object):
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in _SamplingFields.model_fields}
-        if values["top_k"] == -1:  # vLLM's "all"
-            values["top_k"] = 0
-        return {name: value for name, value in values.items() if value is not None}
+        values = self.model_dump(include={*_SamplingFields.model_fields}, exclude_none=True)
+        return values | ({"top_k": 0} if self.top_k == -1 else {})  # vLLM's "all"
 
 
 class _GenerationConfig(_SamplingFields):
@@ -170,8 +168,7 @@ class _GenerationConfig(_SamplingFields):
         return {name: x for name, x in given.items() if name != "transformers_version" and not name.startswith("_")}
 
     def given(self) -> dict[str, Any]:
-        lengths = {"max_new_tokens": self.max_new_tokens, "min_new_tokens": self.min_new_tokens}
-        values = {name: value for name, value in lengths.items() if value is not None} | super().given()
+        values = self.model_dump(include={"max_new_tokens", "min_new_tokens"}, exclude_none=True) | super().given()
         if self.do_sample is not None:  # the other values are the defaults of transformers
             values = {"temperature": 1.0, "top_k": 50} | values if self.do_sample else values | {"temperature": 0.0}
         return values

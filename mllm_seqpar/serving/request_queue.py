@@ -32,18 +32,13 @@ SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down
 
 
 class PendingRequest:
-    """A request that waits for its answer, in the running event loop. Its events are noted in its record.
-
-    Attributes:
-        cancelled: set at the end of `events`, after which the answer is not needed.
-        job: what the model is asked; None before it is known, and after the end of `events`.
-        turn: the answer. It is cancelled at the end of `events`, unless the model has started to answer.
-    """
+    """A request that waits for its answer, in the running event loop. Its events are noted in its record."""
 
     def __init__(self, record: RequestRecord) -> None:
-        self.record, self.cancelled = record, threading.Event()
-        self.job: Job | None = None
-        self.turn: Future[Answer] = Future()
+        self.record = record
+        self.cancelled = threading.Event()  # set at the end of `events`, after which the answer is not needed
+        self.job: Job | None = None  # None before it is known, and after the end of `events`
+        self.turn: Future[Answer] = Future()  # cancelled at the end of `events`, unless the model has begun to answer
         self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -56,15 +51,18 @@ class PendingRequest:
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield ("started", None), ("progress", (done, total)), ("text", piece), and last ("reply", the answer).
 
-        Args:
-            receive: returns the messages of the request's ASGI connection.
-            answer: returns the answer; it has passed this object to `RequestQueue.answer`.
+        The messages of the ASGI connection come from `receive`; `answer` has passed this object to the queue.
 
         Raises:
             ClientDisconnect: the client does.
             Exception: of `answer`.
         """
-        self._tasks = gone, _ = asyncio.create_task(_disconnect(receive)), asyncio.create_task(self._run(answer))
+
+        async def disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        self._tasks = gone, _ = asyncio.create_task(disconnect()), asyncio.create_task(self._run(answer))
         record, ended = self.record, False
         try:
             while not ended:
@@ -97,11 +95,6 @@ class PendingRequest:
             self.put("reply", await answer)
         except Exception as error:  # noqa: BLE001 - raised by `events`
             self.put("error", error)
-
-
-async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class RequestQueue:
@@ -137,7 +130,11 @@ class RequestQueue:
         if self.stopping:
             raise SHUTTING_DOWN
         if (waiting := self.waiting) + self.running > self._limit:
-            seconds = self._next_chance()
+            # A refused client may try again one answer later than the one before it; otherwise all but one would be
+            # refused once more.
+            now = time.monotonic()
+            self._promised = min(max(now, self._promised) + self._seconds, now + LONGEST_RETRY)
+            seconds = max(1, math.ceil(self._promised - now))
             raise ApiError(
                 429,
                 f"{waiting} requests are waiting, and {self._limit} may wait (--max_queue) while one is answered; try "
@@ -151,15 +148,6 @@ class RequestQueue:
             yield
         finally:
             self._places.discard(request)
-
-    def _next_chance(self) -> int:
-        """Return the seconds after which a refused client may try again, for each client one answer later.
-
-        If all were given the same time, all but the first would be refused once more.
-        """
-        now = time.monotonic()
-        self._promised = min(max(now, self._promised) + self._seconds, now + LONGEST_RETRY)
-        return max(1, math.ceil(self._promised - now))
 
     async def answer(self, job: Job, request: PendingRequest) -> Answer:
         """Return the answer to a job after those before it; raise ApiError if there is none."""

@@ -51,6 +51,9 @@ _READ_AHEAD = 8
 _LOADERS = 4
 """The largest number of threads that decode micro-batches; each of them uses `--decode_threads` threads."""
 
+MicroBatch = ChatBatch
+"""The earlier name of what `BatchReader` yields."""
+
 _Begun = tuple[tuple[int, ...], Future[ChatBatch]]
 """Samples that other threads read, and what they make of them."""
 
@@ -188,9 +191,19 @@ class BatchReader:
         Raises:
             SeqParError: on all ranks, if a rank cannot read its part and the sample must not be replaced.
         """
-        batch, decode = None, False
+        batch: ChatBatch | None = None
+        decode = False
+
+        def usable() -> ChatBatch:
+            chosen = self._chosen(samples)
+            if begun is not None and begun[0] == chosen:
+                return begun[1].result()
+            if batch is not None and batch.samples == chosen and not (decode and has_outputs(batch.arguments)):
+                return batch
+            return self.load(self.open(chosen), decode)
+
         while True:
-            batch, error = attempt(partial(self._usable, samples, batch, begun, decode))
+            batch, error = attempt(usable)
             begun = None
             bad = error.sample if self._skips and isinstance(error, MediaError) else -1
             numbers = bad, batch is not None and has_outputs(batch.arguments)
@@ -213,24 +226,6 @@ class BatchReader:
                 return batch
             else:
                 decode = True  # some rank computes features, so all do
-
-    def _usable(
-        self,
-        samples: Sequence[int],
-        batch: ChatBatch | None,
-        begun: _Begun | None,
-        decode: bool,
-    ) -> ChatBatch:
-        """Return `batch` or `begun` if it has these samples, with replacements for known bad ones; otherwise load them.
-
-        With `decode`, stored features are not used.
-        """
-        chosen = self._chosen(samples)
-        if begun is not None and begun[0] == chosen:
-            return begun[1].result()
-        if batch is None or batch.samples != chosen or (decode and has_outputs(batch.arguments)):
-            batch = self.load(self.open(chosen), decode)
-        return batch
 
     def _chosen(self, samples: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self._replaced, samples))

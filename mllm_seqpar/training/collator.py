@@ -103,7 +103,12 @@ class SeqParDataCollator:
         batch = collate(samples, self.processor, self.max_length)
         text, labels = batch.text, batch.labels
         if prompts is not None:
-            labels = self._without_prompts(labels, prompts, samples)
+            # The answers in the prompts are the first targets of each row.
+            sources = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
+            messages = [prompt.to_json() for prompt in prompts]
+            answers: Any = self._chat_format.text(messages, sources, labels=True, padding_side="right").labels
+            earlier = (answers != -100).sum(1, keepdim=True)
+            labels = labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
         elif not self.assistant_only_loss:
             labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
         arguments = self._chat_format.arguments(text)
@@ -116,15 +121,6 @@ class SeqParDataCollator:
             arguments |= {name: x for name, x in frames if len(x)}
         renamed = {_NAMES.get(name, name): value for name, value in arguments.items()}
         return renamed | ({"completion_mask": (labels != -100).long()} if preference else {"labels": labels})
-
-    def _without_prompts(self, labels: Tensor, prompts: list[Chat], samples: Sequence[ChatSample]) -> Tensor:
-        """Return the labels without the answers in the prompts, whose targets are the first of each row."""
-        sources = [sample.sources[: len(prompt.media)] for sample, prompt in zip(samples, prompts, strict=True)]
-        messages = [prompt.to_json() for prompt in prompts]
-        answers = self._chat_format.text(messages, sources, labels=True, padding_side="right").labels
-        assert answers is not None
-        earlier = (answers != -100).sum(1, keepdim=True)
-        return labels.masked_fill((labels != -100).cumsum(1) <= earlier, -100)
 
     def _source(self, medium: Clip) -> FrameSource:
         source = medium.source

@@ -52,20 +52,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FineTuneData:
-    """What a run reads.
-
-    Attributes:
-        training, evaluation: the data sets; the second may be None.
-        order: of the training samples.
-        digest: of the training data.
-        features: where the outputs of the frozen vision tower are stored; None computes them in every pass.
-    """
+    """What a run reads."""
 
     training: ChatDataset
     evaluation: ChatDataset | None
     order: SampleOrder
-    digest: str
-    features: TowerStore | None = None
+    digest: str  # of the training data
+    features: TowerStore | None = None  # for the outputs of the frozen vision tower; None computes them in every pass
 
 
 class FineTuneTrainer(SeqParTrainer):

@@ -70,13 +70,13 @@ class MossVLChats(QwenVLChats):
         return TemporalPatches(source, 1, size)
 
     def frame_sizes(self, sources: Sequence[FrameSource]) -> list[int]:
-        found = []
+        counts = []
         for source in sources:
             groups = self.frame_groups(source)
             assert isinstance(groups, TemporalPatches)
             height, width = (side // self._images.factor for side in groups.size)
-            found += [height * width + 1] * len(groups)  # with the separator
-        return found
+            counts += [height * width + 1] * len(groups)  # with the separator
+        return counts
 
     def text(
         self,
@@ -95,8 +95,8 @@ class MossVLChats(QwenVLChats):
             written = self.marked(chat, add_generation_prompt)
             answers = answer_spans(chat, self.marked) if labels else []
             ends = [(start, len(written[:stop].rstrip("\n"))) for start, stop in answers]  # without the newline
-            found, moved = self.processor.expand(written, shown, ends)
-            texts.append(found.text)
+            expanded, moved = self.processor.expand(written, shown, ends)
+            texts.append(expanded.text)
             spans.append(moved)
         ids, mask, targets = tokenize(
             self.tokenizer, texts, spans if labels else None, padding_side=padding_side, add_special_tokens=True
@@ -130,9 +130,9 @@ class MossVLChats(QwenVLChats):
 
     def marked(self, messages: Sequence[Any], open_answer: bool) -> str:
         text = super().marked(messages, open_answer)
-        if (found := text.count(IMAGE) + text.count(VIDEO_MARK)) != (count := len(media_parts(messages))):
+        if (written := text.count(IMAGE) + text.count(VIDEO_MARK)) != (count := len(media_parts(messages))):
             raise DataError(
-                f"the chat template wrote {found} of {IMAGE} and {VIDEO_MARK} for {count} images and videos; use one "
+                f"the chat template wrote {written} of {IMAGE} and {VIDEO_MARK} for {count} images and videos; use one "
                 "that writes each once"
             )
         return text
@@ -154,8 +154,8 @@ class MossVLChats(QwenVLChats):
         """Return the features (n, tokens, C) of normalised frames."""
         (given,) = frames
         grids = [self._images.grid((given.shape[2], given.shape[3]))] * len(given)
-        found: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
-        return found.reshape(len(given), -1, found.shape[-1])
+        features: Tensor = self.family(model, None).encode(self._images.patches(given).flatten(0, 1), grids)
+        return features.reshape(len(given), -1, features.shape[-1])
 
     def tower_rows(self, source: FrameSource) -> int:
         """Return the number of patches of a frame."""

@@ -195,7 +195,7 @@ class QwenVLChats(ChatFamily):
     def seconds(self, source: FrameSource) -> list[float]:
         """Return the times of the frames."""
         times = (source.seconds(index) for index in range(len(source)))
-        return [index / self.fps_of_pictures if found is None else found for index, found in enumerate(times)]
+        return [index / self.fps_of_pictures if time is None else time for index, time in enumerate(times)]
 
     def marked(self, messages: Sequence[Any], open_answer: bool) -> str:
         """Return the text of messages, with the mark of the chat template for each medium."""
@@ -252,8 +252,8 @@ class QwenVLChats(ChatFamily):
         (given,) = frames
         patch = self._videos.patch_size
         grid = torch.tensor([[len(given), given.shape[2] // patch, given.shape[3] // patch]])
-        found: Tensor = self.family(model, None).encode(self._patches(given).flatten(0, 1), grid)
-        return found.unflatten(0, (len(given), -1))
+        features: Tensor = self.family(model, None).encode(self._patches(given).flatten(0, 1), grid)
+        return features.unflatten(0, (len(given), -1))
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {FEATURES: features.flatten(0, -2), "visual_shard": shard}

@@ -32,12 +32,12 @@ class VideoMllamaChats(MllamaChats):
 
     def pixels(self, frames: Tensor) -> tuple[Tensor, ...]:
         """Return frames (n, 1, 3, S, S), aspect ratio ids (n,) and aspect ratio mask (n, 1)."""
-        found: tuple[Tensor, ...] = self.processor.pixels(to_pil_images(frames))
-        return found
+        processed: tuple[Tensor, ...] = self.processor.pixels(to_pil_images(frames))
+        return processed
 
     def blank(self) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.processor.blank()
-        return found
+        blank: tuple[Tensor, ...] = self.processor.blank()
+        return blank
 
     def feature_arguments(self, model: Any, features: Tensor, shard: FrameShard) -> dict[str, Any]:
         return {"cross_attention_states": features, "visual_shard": shard}

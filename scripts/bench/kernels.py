@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mllm_seqpar.errors import ConfigError, first_line
-from mllm_seqpar.kernels import available_kernels, choose_kernel
+from mllm_seqpar.kernels import FinalRows, available_kernels, choose_kernel
 from mllm_seqpar.masks import Intervals
 
 SHAPES = {
@@ -85,7 +85,7 @@ def measure_shape(
             kernel, _ = choose_kernel(name, q, k, intervals)
             forward = partial(kernel.forward, q, k, v, scale=dim**-0.5, intervals=intervals)
             o, lse = forward()
-            backward = partial(kernel.backward, do, q, k, v, o, lse, scale=dim**-0.5, intervals=intervals)
+            backward = partial(kernel.backward, FinalRows(q, o, lse, do), k, v, scale=dim**-0.5, intervals=intervals)
             problem = difference((o, *backward()), expected)
             row |= {"problem": problem, "wrong": True} if problem else {}
             runs[name] = {"forward": forward, "backward": backward}

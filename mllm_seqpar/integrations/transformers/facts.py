@@ -86,8 +86,8 @@ class ModelFacts(ABC, Generic[InputsT]):
 
     def rotary_embeddings(self) -> Iterable[nn.Module]:
         """Return the modules that compute the rotations of the text, which are called with `position_ids` (..., s)."""
-        found = getattr(self.decoder, "rotary_emb", None)
-        return [] if found is None else [found]
+        embedding = getattr(self.decoder, "rotary_emb", None)
+        return [] if embedding is None else [embedding]
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:

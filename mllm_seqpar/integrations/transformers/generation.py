@@ -81,8 +81,8 @@ class _OfRank0(StoppingCriteria):
         self._criterion, self._comm = criterion, comm
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        found = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
-        return self._comm.broadcast(found.expand(input_ids.shape[:1]).to(torch.uint8), "end of generation").bool()
+        ended = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
+        return self._comm.broadcast(ended.expand(input_ids.shape[:1]).to(torch.uint8), "end of generation").bool()
 
 
 def _patch_visual_arguments(model: Any, patch: Patch, names: tuple[str, ...], repeats_frames: bool) -> None:

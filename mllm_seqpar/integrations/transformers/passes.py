@@ -432,13 +432,13 @@ class Pass:
         if rows.text is not None and mask is None and not inputs.detects_packing:
             # A mask of ones keeps transformers from looking at positions.
             mask = torch.ones(inputs.batch, inputs.length, dtype=torch.long, device=embeds.device)
-        made = self.family.text_mask(embeds, mask, positions, self.cache)
-        if made is None and mask is not None and self.cache is None and inputs.text_position_ids is not None:
+        decoder_mask = self.family.text_mask(embeds, mask, positions, self.cache)
+        if decoder_mask is None and mask is not None and self.cache is None and inputs.text_position_ids is not None:
             if packed_starts(inputs.text_position_ids) is not None:
                 # Without a mask, the decoder would separate sequences by their positions.
                 shape = inputs.length, inputs.length
                 return torch.ones(shape, dtype=torch.bool, device=embeds.device).tril()[None, None]
-        return made
+        return decoder_mask
 
     # The outputs.
 
@@ -475,14 +475,14 @@ class Pass:
         if text is not None and self.cache is None:
             loss, logits = self._loss_and_logits_of_shards(text, hidden)
         else:
-            wanted = 0 if self._has_loss_of_every_row else self.logits_to_keep
+            kept_rows = 0 if self._has_loss_of_every_row else self.logits_to_keep
             if text is None:
-                hidden = select_logit_rows(hidden, wanted)
+                hidden = select_logit_rows(hidden, kept_rows)
             elif len(parts) == 1:
-                hidden = requested_rows(text, wanted, hidden)
+                hidden = requested_rows(text, kept_rows, hidden)
             else:  # of Star Attention, the query after the context
                 query, later = decoded[1].last_hidden_state, decoded[1].hidden_states
-                hidden = requested_rows(text, wanted, hidden, query)
+                hidden = requested_rows(text, kept_rows, hidden, query)
                 if states is not None and later is not None:
                     pairs = zip(states, later, strict=True)
                     states = tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)

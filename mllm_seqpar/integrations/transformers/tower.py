@@ -198,8 +198,7 @@ def agree_on_frames(
     Args:
         model: the patched model.
         runs: how often this rank's group would run the tower; with features, 1 if there are any.
-        pixels: whether the caller passed pixels, perhaps of no frame.
-        features: (tokens, width) if the caller passed features, perhaps of no frame.
+        pixels, features: whether the caller passed pixels, and the (tokens, width) of features, perhaps of no frame.
 
     Raises:
         AgreementError: on all ranks, if one passes pixels and another one features.

@@ -270,9 +270,9 @@ def _check_one_sequence(positions: Tensor, real: Tensor) -> None:
 
 
 def _check_placeholders(placeholders: Tensor, counts: Tensor) -> None:
-    found = placeholders.sum(1)
-    if bool((found > counts).any()):
+    placed = placeholders.sum(1)
+    if bool((placed > counts).any()):
         raise ShapeError(
-            f"the texts have {found.tolist()} placeholders <|image_pad|>, and frames {counts.tolist()} were passed; "
+            f"the texts have {placed.tolist()} placeholders <|image_pad|>, and frames {counts.tolist()} were passed; "
             "each needs a frame: pass pixel_values, grid_thw and media_nums_per_sample as the processor returns them"
         )

@@ -93,16 +93,16 @@ def projector_layers_of(keys: set[str]) -> int:
 
 def complete_config(config: MPlugOwl3Config, keys: set[str]) -> None:
     """Set, in place, the gate, the projector and the tower's head; raise ConfigError if the config contradicts them."""
-    found: dict[str, Any] = {"projector_layers": projector_layers_of(keys)}
+    actual: dict[str, Any] = {"projector_layers": projector_layers_of(keys)}
     if config.hyper_layers or any(_VISUAL in key for key in keys):
-        found["gate"] = gate_of(keys)
-        found["hyper_layers"] = sorted({int(match[1]) + 1 for key in keys if (match := _HYPER_LAYER.search(key))})
-    stated = {name: getattr(config, name) for name in found}
-    wrong = [name for name, value in stated.items() if value not in (found[name], _UNKNOWN.get(name, found[name]))]
+        actual["gate"] = gate_of(keys)
+        actual["hyper_layers"] = sorted({int(match[1]) + 1 for key in keys if (match := _HYPER_LAYER.search(key))})
+    stated = {name: getattr(config, name) for name in actual}
+    wrong = [name for name, value in stated.items() if value not in (actual[name], _UNKNOWN.get(name, actual[name]))]
     if wrong:
-        both = (f"the config says {name}={stated[name]!r}, and the weights are {found[name]!r}" for name in wrong)
+        both = (f"the config says {name}={stated[name]!r}, and the weights are {actual[name]!r}" for name in wrong)
         raise ConfigError(f"{'; '.join(both)}. Correct the config, or leave gate and projector_layers out of it")
-    for name, value in found.items():
+    for name, value in actual.items():
         setattr(config, name, value)
     # No published generation computes the head of the tower, so a checkpoint may lack it.
     has_head = any("vision_model.head." in key for key in keys)

@@ -49,11 +49,11 @@ class MPlugOwl3GenerationMixin(GenerationMixin):
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is not None:
             return
-        found = self.generation_config
-        self.generation_config = GenerationConfig(**{name: getattr(found, name) for name in _TOKEN_IDS}, pad_token_id=0)
+        file = self.generation_config
+        self.generation_config = GenerationConfig(**{name: getattr(file, name) for name in _TOKEN_IDS}, pad_token_id=0)
         known = {*_TOKEN_IDS, "pad_token_id", "transformers_version", "_from_model_config"}
         default = GenerationConfig.from_model_config(self.config).to_diff_dict()
-        stated = {name: value for name, value in found.to_diff_dict().items() if name not in known}
+        stated = {name: value for name, value in file.to_diff_dict().items() if name not in known}
         if unused := {name: value for name, value in stated.items() if default.get(name) != value}:
             _log.warning(
                 "generation_config.json says %s; it is not used: the published generate is greedy. To use it, pass "

@@ -298,7 +298,9 @@ class HyperAttention(Qwen2Attention):
             return self.o_proj(out), weights
 
         def project() -> tuple[Tensor, Tensor]:
-            assert visual_norm is not None and visual.embeds is not None
+            if visual_norm is None:
+                raise TypeError("a hyper layer attends to frames by its input norm; pass it as visual_norm")
+            assert visual.embeds is not None
             rotation = self.visual_rotation(visual.frame_position.to(visual.embeds.device))
             return self.visual_projection(visual_norm)(visual.embeds, rotation)
 
@@ -410,7 +412,7 @@ def by_blocks(
     samples = [[attend(number, block) for block in blocks] for number, blocks in enumerate(visual.blocks)]
     outs = torch.cat([torch.cat([out for out, _ in parts], dim=1) for parts in samples]).flatten(2)
     # Every block has weights with eager attention, otherwise none has.
-    weights = [torch.cat(found, 2) for parts in samples if (found := [w for _, w in parts if w is not None])]
+    weights = [torch.cat(of_sample, 2) for parts in samples if (of_sample := [w for _, w in parts if w is not None])]
     return outs, torch.cat(weights) if weights else None
 
 

@@ -209,23 +209,23 @@ def _positions(input_ids: Tensor | None, position_ids: Tensor | None, media_offs
 
 
 def _check_count(placeholders: Tensor, total_frames: int) -> None:
-    found = int(placeholders.sum())
-    if found == total_frames:
+    placed = int(placeholders.sum())
+    if placed == total_frames:
         return
     passed = f"{total_frames} were passed; each frame needs exactly one placeholder"
     if total_frames == 0:
         passed = "neither pixel_values nor image_embeds was passed: pass the frames, or remove the placeholders"
     by_sample = placeholders.sum(1).tolist()
-    raise ShapeError(f"the text has placeholders for {found} frames (by sample: {by_sample}), and {passed}")
+    raise ShapeError(f"the text has placeholders for {placed} frames (by sample: {by_sample}), and {passed}")
 
 
 def _placeholders_of_positions(media_offset: MediaOffset, positions: Tensor) -> Tensor:
     """Return (B, L) bool, True at the positions that `media_offset` lists."""
     batch, length = positions.shape
     if len(media_offset) != batch or (isinstance(media_offset, Tensor) and media_offset.dim() != 2):
-        found = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else f"{len(media_offset)} lists"
+        shape = tuple(media_offset.shape) if isinstance(media_offset, Tensor) else f"{len(media_offset)} lists"
         raise ShapeError(
-            f"media_offset has {found} for {batch} samples; expected one list of placeholder positions per sample, "
+            f"media_offset has {shape} for {batch} samples; expected one list of placeholder positions per sample, "
             "or (batch, length, 2) integers"
         )
     placeholders = torch.zeros_like(positions, dtype=torch.bool)

@@ -107,7 +107,7 @@ def _read(checkpoint: Any) -> dict[str, Tensor]:
 def _interval(checkpoint: Any, state: dict[str, Tensor] | None, asked: int | None) -> int:
     if state is None:
         return asked or 1
-    gated = {int(found[1] or found[2]) for found in map(_GATE.search, state) if found}
+    gated = {int(match[1] or match[2]) for match in map(_GATE.search, state) if match}
     if not gated:
         raise ConfigError(f"{checkpoint}: has no weights of gated cross-attention; pass an OpenFlamingo checkpoint")
     every = min(gated) + 1
@@ -183,8 +183,8 @@ def _check_frequencies(model: Any, state: dict[str, Tensor], checkpoint: Any) ->
     """Raise ConfigError unless the rotary frequencies in the checkpoint equal those of the language model."""
     computed = next((m.inv_freq for m in model.lang_encoder.modules() if hasattr(m, "inv_freq")), None)
     for name in filter(_FREQUENCIES.match, state):
-        found = state[name].float()
-        if computed is None or computed.shape != found.shape or not torch.allclose(computed.float(), found, rtol=1e-2):
+        saved = state[name].float()
+        if computed is None or computed.shape != saved.shape or not torch.allclose(computed.float(), saved, rtol=1e-2):
             raise ConfigError(
                 f"{checkpoint}: {name} has other rotary frequencies than the language model; pass the language model "
                 "that the checkpoint was trained over"

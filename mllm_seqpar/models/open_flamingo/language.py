@@ -139,15 +139,15 @@ def load_language_model(directory: str | os.PathLike[str]) -> Any:
 
 def _with_declared_numbers(config: Any, stated: dict[str, Any]) -> dict[str, Any]:
     """Return the values with ints and floats converted to the type of the config's field, if that changes no value."""
-    found = dict(stated)
+    values = dict(stated)
     for field in dataclasses.fields(config):
         value: Any = stated.get(field.name)
         types = get_args(field.type) or (field.type,)
         if type(value) in (int, float) and type(value) not in types:
-            found[field.name] = next(
+            values[field.name] = next(
                 (kind(value) for kind in types if kind in (int, float) and kind(value) == value), value
             )
-    return found
+    return values
 
 
 def _mosaic_as_mpt(file: Path, stated: dict[str, Any]) -> dict[str, Any]:

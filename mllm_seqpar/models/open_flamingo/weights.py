@@ -50,15 +50,15 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype | None) -
     """Load a directory's safetensors, in `dtype` or the dtype of the files; raise DataError if the weights differ."""
     from safetensors.torch import load_file
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    if not found:
+        tensors |= load_file(path)
+    if not tensors:
         raise ConfigError(f"{directory}: no {FILE} there; mllm-seqpar convert writes one")
-    kinds = {x.dtype for x in found.values() if x.is_floating_point()} if dtype is None else {dtype}
+    kinds = {x.dtype for x in tensors.values() if x.is_floating_point()} if dtype is None else {dtype}
     if len(kinds) == 1:
         cast(model, kinds.pop())
-    require_clean({"missing_keys": set_weights(model, found, directory)}, str(directory))
+    require_clean({"missing_keys": set_weights(model, tensors, directory)}, str(directory))
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -47,16 +47,16 @@ class VideoMllamaConfig(SavedWithCode, MllamaConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found, kwargs = super().get_config_dict(*args, **kwargs)
-        if found.get("model_type") == MllamaConfig.model_type:
-            if PUBLISHED_CLASS not in (found.get("architectures") or ()):
+        fields, kwargs = super().get_config_dict(*args, **kwargs)
+        if fields.get("model_type") == MllamaConfig.model_type:
+            if PUBLISHED_CLASS not in (fields.get("architectures") or ()):
                 raise ConfigError(
                     f"config.json describes a model of type {MllamaConfig.model_type!r} whose architectures are "
-                    f"{found.get('architectures')}; expected {PUBLISHED_CLASS}. Load Llama 3.2 Vision as "
+                    f"{fields.get('architectures')}; expected {PUBLISHED_CLASS}. Load Llama 3.2 Vision as "
                     "transformers' MllamaForConditionalGeneration"
                 )
-            found["model_type"] = cls.model_type
-        return found, kwargs
+            fields["model_type"] = cls.model_type
+        return fields, kwargs
 
     @property
     def patches_per_side(self) -> int:

@@ -65,10 +65,10 @@ class PixelOptions:
         Raises:
             DataError: there is no such file.
         """
-        found = cached_file(path, file, _raise_exceptions_for_missing_entries=False, **hub)
-        if found is None:
+        local = cached_file(path, file, _raise_exceptions_for_missing_entries=False, **hub)
+        if local is None:
             raise DataError(f"{os.fspath(path)!r} has no {file}; copy the processor files of MOSS-VL into it")
-        return cls.of(json.loads(Path(found).read_text(encoding="utf-8")))
+        return cls.of(json.loads(Path(local).read_text(encoding="utf-8")))
 
     def with_options(self, given: Mapping[str, Any]) -> Self:
         """Return the options with other values; `min_pixels` and `max_pixels` are the limits of `size`."""
@@ -175,14 +175,14 @@ class VideoPixelOptions(PixelOptions):
             scale = math.sqrt(area)
             return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
 
-        found = round(height / factor) * factor, round(width / factor) * factor
-        if math.prod(found) > most:
-            found = at_most(pixels / most)
-        if frames * math.prod(found) > volume:
-            found = at_most(frames * pixels / volume)
-        elif frames * math.prod(found) < least:
-            found = at_least(least / (frames * pixels))
-        return at_least(least / pixels) if math.prod(found) < least else found
+        size = round(height / factor) * factor, round(width / factor) * factor
+        if math.prod(size) > most:
+            size = at_most(pixels / most)
+        if frames * math.prod(size) > volume:
+            size = at_most(frames * pixels / volume)
+        elif frames * math.prod(size) < least:
+            size = at_least(least / (frames * pixels))
+        return at_least(least / pixels) if math.prod(size) < least else size
 
     def frame_numbers(self, frames: int, duration: float, most: int | None = None) -> list[int]:
         """Return the numbers of the frames that are used of a video.
@@ -205,11 +205,11 @@ class VideoPixelOptions(PixelOptions):
             return [budget]
         left, total = max(0, budget - count), sum(durations)
         parts = [left * (seconds / total) if total > 0 else left / count for seconds in durations]
-        found = [1 + math.floor(part) for part in parts]
+        counts = [1 + math.floor(part) for part in parts]
         by_fraction = sorted(range(count), key=lambda number: (math.floor(parts[number]) - parts[number], number))
         for number in by_fraction[: left - sum(map(math.floor, parts))]:
-            found[number] += 1
-        return found
+            counts[number] += 1
+        return counts
 
     def segment_times(self, segments: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return the seconds of the frames of each segment [start, end) or [time] of a video.

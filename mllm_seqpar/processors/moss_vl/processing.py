@@ -254,8 +254,8 @@ class MossVLProcessor(NativeProcessor):
         if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
             raise DataError(f"text is {text!r:.80}; pass a text, or a list of texts")
         for number, each in enumerate(texts):
-            if found := [mark for mark in RESERVED if mark in each]:
-                raise DataError(f"text {number} contains {found[0]}; write {IMAGE} or {VIDEO} where a medium is shown")
+            if tokens := [token for token in RESERVED if token in each]:
+                raise DataError(f"text {number} contains {tokens[0]}; write {IMAGE} or {VIDEO} where a medium is shown")
         options = self._arguments(kwargs)
         marks = [_MEDIA.findall(each) for each in texts]
         media = self._media(marks, images, videos, options["images_kwargs"], options["videos_kwargs"])
@@ -339,17 +339,10 @@ class MossVLProcessor(NativeProcessor):
         stills = flattened(None if images is None else frame_list(images), counts[IMAGE], IMAGE, "images")
         clips = [] if videos is None else clips_of(videos, of_videos, video_kwargs.get("video_metadata"))
         clips = flattened(clips, counts[VIDEO], VIDEO, "videos or segments", nested=False)
-        found = {IMAGE: self._stills(stills, of_images), VIDEO: _videos(clips, of_videos)}
-        return [[next(found[mark]) for mark in sample] for sample in marks]
-
-    def _stills(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[MediumInputs]:
-        fetch = self.image_processor.fetch_images
-        pixels = [to_tensor(fetch(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
-        sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in pixels])
-        for image, size in zip(pixels, sizes, strict=True):
-            if image.dtype != torch.uint8:
-                raise DataError(f"an image is {image.dtype}; pass levels from 0 to 255 as uint8")
-            yield MediumInputs(resized_patches(image[None], size, options)[0], [1, *options.grid(size)], PLACEHOLDER)
+        encoded = self.image_processor.encoded(stills, of_images)
+        images = (MediumInputs(patches, grid, PLACEHOLDER) for patches, grid in encoded)
+        inputs: dict[str, Iterator[MediumInputs]] = {IMAGE: images, VIDEO: _videos(clips, of_videos)}
+        return [[next(inputs[mark]) for mark in sample] for sample in marks]
 
     def blank(self) -> MediumInputs:
         """Return the image of a text without media: zeros, and no placeholder."""
@@ -420,14 +413,14 @@ def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> l
         videos = [video for sample in videos for video in sample]
     files = {number: _probed(video) for number, video in enumerate(videos) if _is_file(video)}
     most = dict(zip(files, options.frames_of_videos([info.duration for info in files.values()] or [0]), strict=False))
-    found: list[TimedFrames] = []
+    clips: list[TimedFrames] = []
     for number, video in enumerate(videos):
         if number in files:
             segments = video.get("segments") if isinstance(video, Mapping) else None
-            found += _clips_of_file(files[number], segments, options, most[number])
+            clips += _clips_of_file(files[number], segments, options, most[number])
         else:
-            found.append(_clip_of_frames(video, None if metadata is None else metadata[number]))
-    return found
+            clips.append(_clip_of_frames(video, None if metadata is None else metadata[number]))
+    return clips
 
 
 def _is_file(video: Any) -> bool:

@@ -107,7 +107,7 @@ def text_pieces(text: str, answers: Iterable[tuple[int, int]] = ()) -> list[Piec
         answers: the ranges of its answers, which are targets; without them, an answer follows each mark that opens one.
     """
     ranges = sorted(answers)
-    cuts = {0, len(text), *(found.end() for found in re.finditer(re.escape(_ANSWER), text))}
+    cuts = {0, len(text), *(mark.end() for mark in re.finditer(re.escape(_ANSWER), text))}
     cuts |= {edge for span in ranges for edge in span}
     edges = sorted(cuts)
     return [
@@ -148,12 +148,12 @@ def expand_media(pieces: Iterable[Piece], texts: Mapping[str, Iterator[str]]) ->
     expanded = []
     for piece in pieces:
         parts, length, last, replaced = [], 0, 0, []
-        for found in _MEDIA.finditer(piece.text):
-            kept, text = piece.text[last : found.start()], next(texts[found[0]])
+        for mark in _MEDIA.finditer(piece.text):
+            kept, text = piece.text[last : mark.start()], next(texts[mark[0]])
             begin = length + len(kept)
-            replaced.append((begin, begin + len(text), piece.start + found.start(), piece.start + found.end()))
+            replaced.append((begin, begin + len(text), piece.start + mark.start(), piece.start + mark.end()))
             parts += [kept, text]
-            length, last = begin + len(text), found.end()
+            length, last = begin + len(text), mark.end()
         text = "".join([*parts, piece.text[last:]])
         expanded.append(replace(piece, text=text, replaced=tuple(replaced)))
     return expanded

@@ -141,9 +141,9 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
         """Return an image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
         image = self.fetch_images(image) if isinstance(image, str) else image
         convert = self.do_convert_rgb if do_convert_rgb is None else do_convert_rgb
-        found = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
+        tensor = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
         device = device or self.device
-        return found if device is None else found.to(device)
+        return tensor if device is None else tensor.to(device)
 
     def grid(self, height: int, width: int) -> Grid:
         """Return the (rows, columns) that a still image of that size is cut into."""
@@ -174,10 +174,10 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
 
 
 def _height_width(size: Any) -> tuple[int, int]:
-    found = get_size_dict(size if isinstance(size, int) else dict(size) if hasattr(size, "keys") else tuple(size))
-    if set(found) != {"height", "width"}:
+    sides = get_size_dict(size if isinstance(size, int) else dict(size) if hasattr(size, "keys") else tuple(size))
+    if set(sides) != {"height", "width"}:
         raise DataError(f"size is {size!r}; expected a number, or height and width")
-    return found["height"], found["width"]
+    return sides["height"], sides["width"]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -251,11 +251,11 @@ def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str 
     if isinstance(frame, np.ndarray):
         frame = torch.from_numpy(np.ascontiguousarray(frame))
     channels = {"channels_first": (0,), "channels_last": (2,), None: (2, 0)}[layout]
-    found = [axis for axis in channels if isinstance(frame, Tensor) and frame.dim() == 3 and frame.shape[axis] == 3]
-    if not found:
+    axes = [axis for axis in channels if isinstance(frame, Tensor) and frame.dim() == 3 and frame.shape[axis] == 3]
+    if not axes:
         what = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
         raise ShapeError(f"frame {number} is {what}; expected an image, (height, width, 3) or (3, height, width)")
-    if found[0] == 2:
+    if axes[0] == 2:
         frame = frame.permute(2, 0, 1)
     if frame.dtype != torch.uint8 and not frame.is_floating_point():
         raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")

@@ -74,9 +74,9 @@ class VideoMllamaProcessor(LocalCode, MllamaProcessor):
         for sample in texts:
             frames, parts = list[Any](), []
             for part in _split(sample, self.image_token):
-                found = [next(stills)] if part == self.image_token else next(clips) if part == VIDEO else []
-                frames += found
-                parts.append(self.image_token * len(found) if part in (self.image_token, VIDEO) else part)
+                shown = [next(stills)] if part == self.image_token else next(clips) if part == VIDEO else []
+                frames += shown
+                parts.append(self.image_token * len(shown) if part in (self.image_token, VIDEO) else part)
             samples.append(frames)
             expanded.append("".join(parts))
         begun = bool(self.bos_token) and all(self.bos_token in sample for sample in expanded)
@@ -100,20 +100,20 @@ class VideoMllamaProcessor(LocalCode, MllamaProcessor):
             return {}
         marks = (ids == self.image_token_id) & attention_mask.bool()
         seen = marks.cumsum(1).masked_fill(attention_mask == 0, 0)
-        found = {"cross_attention_mask": (torch.arange(frames) < seen[..., None]).long()[..., None]}
+        arguments = {"cross_attention_mask": (torch.arange(frames) < seen[..., None]).long()[..., None]}
         positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         if bool((attention_mask[:, 0] == 0).any()):
-            found["position_ids"] = positions
+            arguments["position_ids"] = positions
         of_frames = torch.zeros(len(ids), frames, dtype=torch.long)
         for sample, places in enumerate(marks):
             where = positions[sample, places][:frames]
             of_frames[sample, : len(where)] = where
-        return found | {"vision_position_ids": of_frames}
+        return arguments | {"vision_position_ids": of_frames}
 
     def pixels(self, frames: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return frames as (n, 1, 3, S, S), their aspect ratio ids (n,), and their aspect ratio mask (n, 1)."""
-        found = self.image_processor([list(frames)], max_image_tiles=1, return_tensors="pt")
-        return tuple(found[name][0] for name in _IMAGE_INPUTS)
+        processed = self.image_processor([list(frames)], max_image_tiles=1, return_tensors="pt")
+        return tuple(processed[name][0] for name in _IMAGE_INPUTS)
 
     def blank(self) -> tuple[Tensor, ...]:
         """Return the frame that pads a sample: zeros with aspect ratio id 0."""
@@ -169,11 +169,11 @@ def _listed(media: Any, texts: Sequence[str], mark: str) -> list[Any]:
     counts = [sample.count(mark) for sample in texts]
     single = media is not None and not isinstance(media, (list, tuple))
     whole_clip = mark == VIDEO and sum(counts) == 1 and isinstance(media, list) and len(media) != 1
-    found = [media] if single or whole_clip else list(media or ())
-    nested = any(isinstance(item, (list, tuple)) for item in found)
+    listed = [media] if single or whole_clip else list(media or ())
+    nested = any(isinstance(item, (list, tuple)) for item in listed)
     if mark == VIDEO:  # a video may be a list of frames
-        nested = nested and [len(item) for item in found] == counts and len(found) == len(texts) > 1
-    return flattened(found, counts, mark, "media", nested)
+        nested = nested and [len(item) for item in listed] == counts and len(listed) == len(texts) > 1
+    return flattened(listed, counts, mark, "media", nested)
 
 
 def _split(sample: str, image: str) -> list[str]:

@@ -264,7 +264,9 @@ def agreement_without_the_device(rank: int, world: int) -> list[Any]:
     given = dist.new_group(backend="cuda:gloo")
     before = number_of_groups()
     assert isinstance(given, dist.ProcessGroup)
-    with mock.patch.object(tower, "_reducing_groups", return_value=([given], "cuda", 0)):
+    ddp = SimpleNamespace(process_group=given, find_unused_parameters=True, static_graph=False)
+    ddp._join_config, ddp.parameters = SimpleNamespace(enable=False), lambda: iter([torch.empty(0, device="meta")])
+    with mock.patch.object(tower, "_reducing_ddp", return_value=ddp):
         found = [tower.agree_on_frames(tiny_model("per_head"), rank, True, None) for _ in range(2)]
     groups = [control_group(given), control_group(dist.group.WORLD)]
     new = number_of_groups() - before

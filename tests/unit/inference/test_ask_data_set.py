@@ -31,6 +31,10 @@ def run(world: int, *argv: Any) -> list[Exception | None]:
     return run_loopback(world, failed)
 
 
+def write(questions: Path, *records: Any) -> None:
+    questions.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -51,17 +55,21 @@ def questions(inference_files: Path, tmp_path: Path) -> Path:
         {"video": clip},
         {"question": "Say hello."},
     ]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    write(tmp_path / "questions.jsonl", *records)
+    return tmp_path / "questions.jsonl"
+
+
+@pytest.fixture
+def source(questions: Path, inference_files: Path) -> list[Any]:
+    """The options of a run without those of its output."""
+    return ["--model", inference_files / "gated", "--questions", questions]
 
 
 @pytest.mark.slow
 def test_groups_of_ranks_answer_as_one_process_and_go_on_where_they_stopped(
-    questions: Path, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+    questions: Path, source: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, four = questions.with_name("one.jsonl"), questions.with_name("out") / "four.jsonl"
-    source = ["--model", inference_files / "gated", "--questions", questions]
     assert run(1, *source, "--output", one) == [None]
     lines = answers(one)
     assert [line["index"] for line in lines] == [*range(7)]
@@ -101,9 +109,11 @@ def answers_before_the_last(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, inference_files: Path) -> None:
+def test_another_run_is_refused_and_nothing_is_overwritten(
+    questions: Path, source: list[Any], inference_files: Path
+) -> None:
     output = questions.with_name("out.jsonl")
-    source = ["--model", inference_files / "gated", "--questions", questions, "--output", output]
+    source = [*source, "--output", output]
     questions.write_text(questions.read_text().splitlines()[-1] + "\n")
     assert run(1, *source) == [None]
     before = output.read_text()
@@ -114,7 +124,7 @@ def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, infe
         argv = [*source[2:], *changed] if "--model" in changed else [*source, *changed]
         errors = run(2, *argv)
         assert [type(error) for error in errors] == [ConfigError, AgreementError] and message in str(errors[0])
-    questions.write_text(json.dumps({"question": "Say goodbye."}) + "\n")
+    write(questions, {"question": "Say goodbye."})
     (part := output.with_name("out.jsonl.part-1")).write_text(before)
     error = str(run(1, *source)[0])
     assert "were made with questions = " in error and f"delete {output}, {part} to begin again" in error
@@ -127,31 +137,27 @@ def test_another_run_is_refused_and_nothing_is_overwritten(questions: Path, infe
     assert "cannot be read; give another --output" in str(run(1, *source)[0])
 
 
-def test_arguments_that_fit_no_run_are_refused(questions: Path, inference_files: Path) -> None:
-    source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
-    assert "--sp 2 does not divide the 3 ranks" in str(run(3, *source, "--sp", 2)[0])
-    errors = run(2, *source, "--strategy", "mesh", "--tile", "2x2")
-    assert is_reported_by_rank_0(errors[1])  # which then prints nothing
-    assert "tile: (2, 2) is for 4 ranks" in str(errors[0])
-    questions.write_text(json.dumps({"question": "Say hello."}) + "\n")
-    argv = ["--model", inference_files / "gated", "--questions", questions, "--output", questions, "--choices"]
-    error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
-    assert "is a question with options" in str(error)
-
-
-def test_second_run_with_the_same_output_is_refused_until_the_first_ends(
-    questions: Path, inference_files: Path
-) -> None:
+def test_arguments_that_fit_no_run_are_refused(questions: Path, source: list[Any]) -> None:
+    write(questions, {"question": "Say hello."})
     output = questions.with_name("out.jsonl")
-    source = ["--model", inference_files / "gated", "--questions", questions, "--output", output]
-    questions.write_text(json.dumps({"question": "Say hello."}) + "\n")
     first = AnswerFile(output)
     first.resume({})
-    errors = run(2, *source)
-    assert [type(error) for error in errors] == [ConfigError, AgreementError]
-    assert "another run is writing its answers there" in str(errors[0])
+    mesh = ["--output", questions.with_name("x"), "--strategy", "mesh", "--tile", "2x2"]
+    for kinds, argv, message in (
+        ([ConfigError] * 3, ["--output", output, "--sp", 2], "--sp 2 does not divide the 3 ranks"),
+        ([ConfigError] * 2, mesh, "tile: (2, 2) is for 4 ranks"),
+        ([ConfigError], ["--output", "/dev/fd/1"], "--output /dev/fd/1: not a regular file"),
+        ([ConfigError], ["--output", questions.parent], f"--output {questions.parent}: not a regular file"),
+        ([ConfigError, AgreementError], ["--output", output], "another run is writing its answers there"),
+    ):
+        errors = run(len(kinds), *source, *argv)
+        assert [type(error) for error in errors] == kinds and message in str(errors[0])
+        assert argv is not mesh or is_reported_by_rank_0(errors[1])  # type: ignore[arg-type]  # and prints nothing
     first.close()
-    assert run(1, *source) == [None] and len(answers(output)) == 1
+    assert run(1, *source, "--output", output) == [None] and len(answers(output)) == 1
+    argv = [*source, "--output", questions, "--choices"]  # without --max_new_tokens
+    error = attempt(lambda: answer_data_set(parse([*map(str, argv)]), as_communicator("self"), CPU))[1]
+    assert "is a question with options" in str(error)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
@@ -166,7 +172,7 @@ def test_answer_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_features_of_a_video_are_freed_before_the_next_is_encoded(
-    questions: Path, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+    questions: Path, source: list[Any], inference_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[Any]] = []
 
@@ -189,52 +195,37 @@ def test_features_of_a_video_are_freed_before_the_next_is_encoded(
         {**records[0], "video": clip, "fps": 2},
         {**records[0], "video": twin, "fps": 2},
     ]
-    questions.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write(questions, *records)
     gc.disable()
     try:
         output = questions.with_name("out")
-        assert run(1, "--model", inference_files / "gated", "--questions", questions, "--output", output) == [None]
+        assert run(1, *source, "--output", output) == [None]
     finally:
         gc.enable()
     assert len(alive) == 2 * 4, [line for line in answers(output)]
 
 
-def test_answers_without_a_video_are_counted_and_no_answer_at_all_is_an_error(
-    questions: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]
+def test_exit_status_counts_questions_without_an_answer(
+    questions: Path, source: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = ["--model", inference_files / "gated", "--questions", questions, "--output", questions.with_name("out")]
-    questions.write_text(json.dumps({"question": "Say hello.", "vid": "a.mp4"}) + "\n")
-    assert run(1, *source) == [None]
-    assert "1 of 1 questions are answered; without a video or image, because" in capsys.readouterr().err
-    questions.write_text(json.dumps({"question": "Why?", "video": "nothere.mp4"}) + "\n")
-    errors = run(2, *source[:-1], questions.with_name("other"))
+    without_video, bad = {"question": "Say hello.", "vid": "a.mp4"}, {"question": "Why?", "video": "nothere.mp4"}
+    for records, status, message in (
+        ([without_video], 0, "1 of 1 questions are answered; without a video or image, because"),
+        ([without_video, bad], 1, "1 of 2 questions are answered"),
+    ):
+        write(questions, *records)
+        argv = [*source, *OPTIONS, "--output", questions.with_name(f"out-{status}")]
+        assert ask([*map(str, argv)]) == status and message in capsys.readouterr().err
+    write(questions, bad)
+    errors = run(2, *source, "--output", questions.with_name("other"))
     assert [type(error) for error in errors] == [DataError, AgreementError]
     assert "0 of 1 questions are answered; errors: 1, the first at" in str(errors[0])
-
-
-def test_exit_status_is_1_if_some_questions_have_no_answer(
-    questions: Path, inference_files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--model", inference_files / "gated", "--questions", questions, *OPTIONS]
-    good, bad = ({"question": "Say hello."}, {"question": "Why?", "video": "nothere.mp4"})
-    questions.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
-    assert ask([*map(str, [*argv, "--output", questions.with_name("out")])]) == 1
-    assert "1 of 2 questions are answered" in capsys.readouterr().err
-    questions.write_text(json.dumps(good) + "\n")
-    assert ask([*map(str, [*argv, "--output", questions.with_name("other")])]) == 0
-
-
-def test_a_stream_is_no_answer_file(inference_files: Path, questions: Path) -> None:
-    argv = ["--model", inference_files / "gated", "--questions", questions, *OPTIONS]
-    for output in ("/dev/fd/1", str(questions.parent)):
-        error = attempt(lambda output=output: ask([*map(str, argv), "--output", output]))[1]
-        assert f"--output {output}: not a regular file" in str(error)
 
 
 def test_moments_are_written_beside_the_answers(questions: Path, inference_files: Path) -> None:
     clip = str(inference_files / "clip.mp4")
     rows: list[Any] = [{"video": clip, "question": text} for text in ("Why?", "How?")] + [{"question": "Say hello."}]
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(questions, *rows)
     source = ["--model", inference_files / "fused", "--questions", questions, "--evidence", 2]
     for world in (1, 2):
         output = questions.with_name(f"out-{world}")

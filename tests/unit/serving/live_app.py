@@ -114,10 +114,11 @@ def part_of(upload: str, **frames: Any) -> dict[str, Any]:
     return {"type": "file", "file": {"file_id": upload, **frames}}
 
 
-def status_of(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, Any]:
+def status_of(call: Callable[..., Any], *args: Any, match: str | None = None, **options: Any) -> tuple[int, Any]:
+    """Return the status and the code of the error that a call of the client raises, whose message `match` describes."""
     import openai
 
-    with pytest.raises(openai.APIStatusError) as error:
+    with pytest.raises(openai.APIStatusError, match=match) as error:
         call(*args, **options)
     assert {"message", "type", "param", "code"} == set(error.value.body)  # type: ignore[arg-type]
     return error.value.status_code, error.value.code

@@ -27,6 +27,8 @@ from mllm_seqpar.serving import app, middleware
 from mllm_seqpar.serving.media import MediaStore
 from mllm_seqpar.serving.protocol import ApiError
 
+FORM = "multipart/form-data; boundary=x"
+
 
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
@@ -37,6 +39,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def upload(service: SimpleNamespace, content: bytes, name: str = "clip.mp4") -> Any:
     return service.client.files.create(file=(name, content), purpose="user_data")
+
+
+def stored_bytes(service: SimpleNamespace) -> float:
+    return float(re.search(r"stored_bytes ([\d.]+)", service.http("GET", "metrics").text)[1])  # type: ignore[index]
+
+
+def begun(
+    service: SimpleNamespace, size: int, key: str = "secret", *, path: str = "files", kind: str = FORM
+) -> socket.socket:
+    """Return a connection that has sent the beginning of a request whose body has this size: an upload."""
+    host, port = service.base.removeprefix("http://").split(":")
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {key}\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"{head}Content-Type: {kind}\r\nContent-Length: {size}\r\n\r\n".encode())
+    return connection
 
 
 def test_answer_as_one_object_and_as_chunks(service: SimpleNamespace) -> None:
@@ -70,44 +87,43 @@ def test_raw_stream_has_progress_comments_and_ends_with_done(service: SimpleName
     assert all(line.startswith("data: {") for line in lines[1:-1]) and '"usage"' not in lines[1]
 
 
-def test_errors_have_the_status_and_format_of_openai(service: SimpleNamespace) -> None:
-    client = service.client
-    for expected, call, *args in (
-        ((400, None), ask, service, "broken"),
-        ((400, None), lambda: ask(service, "broken", stream=True)),
-        ((400, None), lambda: ask(service, n=2)),
-        ((400, None), lambda: client.chat.completions.create(model="gpt", messages=[])),
-        ((500, "non_finite_logits"), ask, service, "overflow"),
-        ((401, "invalid_api_key"), client.with_options(api_key="x").models.list),
-        ((403, "origin"), lambda: ask(service, extra_headers={"Origin": "http://evil.example"})),
-        ((404, "model_not_found"), client.models.retrieve, "gpt"),
-        ((404, None), client.files.retrieve, "file-1"),
-        ((404, None), lambda: client.post("/nothing", cast_to=object)),
-        ((413, "too_large"), upload, service, b"x" * 20_000),
-        ((413, "too_large"), ask, service, "x" * 20_000),
+def test_errors_have_the_status_and_format_of_openai(service: SimpleNamespace, openai: Any) -> None:
+    client, inline = service.client, {"type": "video_url", "video_url": "data:,video"}
+    clip = part_of(upload(service, b"video", "my clip.mp4").id)
+    for expected, message, call, *args in (
+        ((400, None), "- my clip.mp4 is damaged", ask, service, "broken", clip),  # as the client knows it
+        ((400, None), "- the data: URL is damaged", ask, service, "broken", inline),
+        ((400, None), "the video is damaged", lambda: ask(service, "broken", stream=True)),
+        ((400, None), "n: 2 is not supported", lambda: ask(service, n=2)),
+        ((400, None), "messages: ", lambda: client.chat.completions.create(model="gpt", messages=[])),
+        ((500, "non_finite_logits"), "not finite; use --dtype bfloat16", ask, service, "overflow"),
+        ((401, "invalid_api_key"), "Incorrect API key", client.with_options(api_key="x").models.list),
+        ((403, "origin"), "--allowed_origins", lambda: ask(service, extra_headers={"Origin": "http://evil.example"})),
+        ((404, "model_not_found"), "does not exist", client.models.retrieve, "gpt"),
+        ((404, None), "No such File object", client.files.retrieve, "file-1"),
+        ((404, None), "Not Found", lambda: client.post("/nothing", cast_to=object)),
+        ((413, "too_large"), "--max_upload_mb", upload, service, b"x" * 20_000),
+        ((413, "too_large"), "--max_upload_mb", ask, service, "x" * 20_000),
     ):
-        assert status_of(call, *args) == expected
-    ask(service, extra_headers={"Origin": service.base})
+        assert status_of(call, *args, match=re.escape(message)) == expected
+    with pytest.raises(openai.APIError, match="not finite; use --dtype bfloat16"):
+        list(ask(service, "overflow", stream=True))
     health = service.http("GET", "health", headers={}).json()
     assert health == {"status": "ok", "ranks": 1, "running": 0, "waiting": 0}
 
 
-def test_error_of_a_model_that_overflows_says_what_to_do(service: SimpleNamespace, openai: Any) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.APIError, match="not finite; use --dtype bfloat16"):
-            list(ask(service, "overflow", stream=stream))
-    assert ask(service).choices
-
-
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:{port}", "10.0.0.1", "localhost.evil.example:{port}", "["]
-)
-def test_name_of_another_machine_is_refused_at_a_loopback_address(service: SimpleNamespace, host: str) -> None:
-    name = host.format(port=service.base.rpartition(":")[2])
-    for origin in ({}, {"Origin": f"http://{name}"}):  # after a DNS rebinding they are equal
-        headers = {"Host": name, **origin}
-        assert service.http("GET", "health", headers=headers).status_code == 403
-        assert status_of(ask, service, extra_headers=headers) == (403, "host")
+def test_only_names_of_this_machine_are_accepted_at_a_loopback_address(service: SimpleNamespace) -> None:
+    port = service.base.rpartition(":")[2]
+    for name in ("evil.example", f"evil.example:{port}", "10.0.0.1", f"localhost.evil.example:{port}", "["):
+        for origin in ({}, {"Origin": f"http://{name}"}):  # after a DNS rebinding they are equal
+            headers = {"Host": name, **origin}
+            assert service.http("GET", "health", headers=headers).status_code == 403
+            assert status_of(ask, service, extra_headers=headers) == (403, "host")
+    for name in ("localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1", "127.1.2.3:9", "[::1]:80"):
+        assert ask(service, extra_headers={"Host": name, "Origin": f"http://{name}"}).choices
+    for malformed in ("http://[", "null", "http://a/ b", "[", "\xe9"):
+        for path in ("health", "v1/models"):
+            assert service.http("GET", path, headers={"Origin": malformed.encode("latin-1")}).status_code == 403
 
 
 def test_page_of_an_allowed_origin_can_read_answers_and_errors(service: SimpleNamespace) -> None:
@@ -126,17 +142,6 @@ def test_page_of_an_allowed_origin_can_read_answers_and_errors(service: SimpleNa
         assert service.http("OPTIONS", "v1/files", headers={"Origin": other} | asks).status_code == 400
         refused = service.http("POST", "v1/chat/completions", headers=key | {"Origin": other}, json=body)
         assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
-
-
-@pytest.mark.parametrize("origin", ["http://[", "null", "http://a/ b", "[", "\xe9"])
-def test_malformed_origin_is_refused(service: SimpleNamespace, origin: str) -> None:
-    for path in ("health", "v1/models"):
-        assert service.http("GET", path, headers={"Origin": origin.encode("latin-1")}).status_code == 403
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1", "127.1.2.3:9", "[::1]:80"])
-def test_names_of_this_machine_are_accepted(service: SimpleNamespace, host: str) -> None:
-    assert ask(service, extra_headers={"Host": host, "Origin": f"http://{host}"}).choices
 
 
 def test_without_the_key_only_the_page_and_the_state_are_public(service: SimpleNamespace) -> None:
@@ -177,15 +182,6 @@ def test_fields_without_effect_are_named_in_a_header(service: SimpleNamespace) -
         answer = create(**asked, stream=stream, user="me", extra_body={"priority": 1})
         assert answer.headers["Warning"] == '299 mllm-seqpar "fields without effect: user, priority"'
     assert "Warning" not in create(**asked).headers
-
-
-def test_error_names_the_file_as_it_was_uploaded(service: SimpleNamespace, openai: Any) -> None:
-    for part, name in (
-        (part_of(upload(service, b"video", "my clip.mp4").id), "my clip.mp4"),
-        ({"type": "video_url", "video_url": "data:,video"}, "the data: URL"),
-    ):
-        with pytest.raises(openai.BadRequestError, match=f"- {name} is damaged"):
-            ask(service, "broken", part)
 
 
 def test_media_that_are_fetched_hold_a_place_in_the_queue(
@@ -232,8 +228,7 @@ def test_full_queue_refuses_and_a_client_that_leaves_ends_its_answer(service: Si
     assert worker.began.wait(10)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(ask, service, "Second")
-        while service.queue.waiting == 0:
-            time.sleep(0.01)
+        wait_until(lambda: service.queue.waiting == 1)
         assert status_of(ask, service, "Third") == (429, "rate_limit_exceeded")
         stream.close()
         assert worker.ended.wait(10)  # although `go` is not set
@@ -251,8 +246,7 @@ def test_place_of_a_waiting_client_that_leaves_is_free(service: SimpleNamespace,
         part = {"type": "video_url", "video_url": "data:,video"}
         with pytest.raises(openai.APITimeoutError):
             list(ask(service, "Second", part, stream=stream, timeout=0.5))
-        wait_until(lambda: service.queue.waiting == 0)
-        wait_until(lambda: "stored_bytes 0.0" in service.http("GET", "metrics").text)
+        wait_until(lambda: service.queue.waiting == 0 and stored_bytes(service) == 0)
         assert service.http("GET", "health").json()["waiting"] == 0
         third = pool.submit(ask, service, "Third")
         wait_until(lambda: service.queue.waiting == 1)
@@ -286,7 +280,7 @@ def test_download_for_a_client_that_leaves_ends(
     with pytest.raises(openai.APITimeoutError):
         ask(service, "?", {"type": "video_url", "video_url": "http://localhost/a.mp4"}, timeout=0.5)
     assert ended.wait(30)
-    wait_until(lambda: service.queue.waiting == 0 and "stored_bytes 0.0" in service.http("GET", "metrics").text)
+    wait_until(lambda: service.queue.waiting == 0 and stored_bytes(service) == 0)
 
 
 def test_clients_that_repeat_their_requests_are_all_answered(service: SimpleNamespace, openai: Any) -> None:
@@ -301,16 +295,11 @@ def test_client_that_leaves_early_is_logged_as_such(service: SimpleNamespace, op
     for stream in (False, True):
         with pytest.raises(openai.APITimeoutError):
             list(ask(service, stream=stream, timeout=0.5))
-    host, port = service.base.removeprefix("http://").split(":")
-    for path, kind in (("chat/completions", "application/json"), ("files", "multipart/form-data; boundary=x")):
-        head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer secret\r\n"
-        with socket.create_connection((host, int(port))) as connection:  # which closes before the body has arrived
-            connection.sendall(f"{head}Content-Type: {kind}\r\nContent-Length: 99\r\n\r\n--x".encode())
+    for path, kind in (("chat/completions", "application/json"), ("files", FORM)):
+        with begun(service, 99, path=path, kind=kind) as connection:  # which closes before the body has arrived
+            connection.sendall(b"--x")
             time.sleep(0.2)
-    deadline = time.monotonic() + 30
-    while len(service.log) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(service.log) == 4
+    wait_until(lambda: len(service.log) == 4)
     assert all(" status=499 " in line and "the client has closed the connection" in line for line in service.log)
 
 
@@ -355,7 +344,7 @@ def test_uploads_expire_after_the_seconds_that_they_state(
     assert [file.id for file in files.list()] == [kept.id, used.id]
     now[0] += 3600
     assert status_of(ask, service, "?", part_of(used.id)) == (400, None)
-    assert "stored_bytes 5.0" in service.http("GET", "metrics").text
+    assert stored_bytes(service) == 5
     for anchor, seconds in (("never", 3600), ("created_at", 5), ("created_at", 10**12)):
         assert status_of(lambda a=anchor, s=seconds: add("x", anchor=a, seconds=s)) == (400, None)
 
@@ -377,22 +366,11 @@ def test_upload_without_room_is_refused_before_it_is_received(
     assert status_of(upload, service, b"x" * 2400) == (413, None)
 
 
-def begun_upload(service: SimpleNamespace, size: int, key: str = "secret") -> socket.socket:
-    """Return a connection that has sent the beginning of an upload of this size."""
-    host, port = service.base.removeprefix("http://").split(":")
-    head = f"POST /v1/files HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {key}\r\n"
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(
-        f"{head}Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {size}\r\n\r\n".encode()
-    )
-    return connection
-
-
 def test_upload_that_is_received_has_its_room_until_its_client_leaves(service: SimpleNamespace) -> None:
-    with begun_upload(service, 4900):
-        wait_until(lambda: "stored_bytes 3876.0" in service.http("GET", "metrics").text)
+    with begun(service, 4900):
+        wait_until(lambda: stored_bytes(service) == 3876)
         assert status_of(upload, service, b"x" * 2400) == (413, None)
-    wait_until(lambda: "stored_bytes 0.0" in service.http("GET", "metrics").text)
+    wait_until(lambda: stored_bytes(service) == 0)
     assert upload(service, b"x" * 2400).bytes == 2400
 
 
@@ -401,12 +379,12 @@ def test_body_that_stops_arriving_is_a_failed_request(
 ) -> None:
     monkeypatch.setattr(middleware, "PATIENCE", 0.3)
     for key, status, text in (("secret", 408, "no bytes of the request have arrived for 0.3 s"), ("x", 401, "key")):
-        with begun_upload(service, 4900, key) as connection:
+        with begun(service, 4900, key) as connection:
             connection.settimeout(30)
             answer = connection.recv(4096).decode()
             answer += "" if text in answer else connection.recv(4096).decode()
         assert answer.startswith(f"HTTP/1.1 {status} ") and text in answer
-    assert "stored_bytes 0.0" in service.http("GET", "metrics").text
+    assert stored_bytes(service) == 0
     service.worker.go.clear()  # a request whose body is complete may take as long as it needs
     with ThreadPoolExecutor(1) as pool:
         answered = pool.submit(ask, service)
@@ -420,8 +398,7 @@ def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
     assert status_of(ask, service, n=2) == (400, None) and failed == (500, None)
     list(ask(service, stream=True))
     service.client.models.list()
-    while len(service.log) < 4:
-        time.sleep(0.01)
+    wait_until(lambda: len(service.log) == 4)
     first, bug, refused, stream = [line.split(" ", 3) for line in service.log]
     assert answer.id == f"chatcmpl-{first[1]}" and first[2] == "POST"
     number = r"\d+\.\d{3}"
@@ -431,12 +408,10 @@ def test_log_has_a_line_for_each_request(service: SimpleNamespace) -> None:
     error = rf'.* status=500 seconds={number} queue={number} error="the server failed to answer; .*"'
     assert re.fullmatch(error, bug[3])
     assert re.fullmatch(r'.* status=400 seconds=\S+ error="n: 2 is not supported by this server; .*"', refused[3])
-
-
-def test_log_keeps_one_line_for_what_a_client_sends(service: SimpleNamespace) -> None:
     service.http("POST", "a%0Ab%20status=200", json={})
     status_of(ask, service, extra_body={"x\ny": 1})
-    assert all("\n" not in line for line in service.log) and "status=404" in service.log[0]
+    wait_until(lambda: len(service.log) == 6)
+    assert all("\n" not in line for line in service.log) and "status=404" in service.log[4]
 
 
 def test_metrics_are_read_by_the_client_of_prometheus(service: SimpleNamespace) -> None:
@@ -484,35 +459,31 @@ def test_stored_bytes_are_counted_while_files_come_and_go(tmp_path: Path) -> Non
     assert counted == 1 and len(store.uploads()) == 2
 
 
-def preview(service: SimpleNamespace, path: str) -> Any:
-    return service.http("GET", f"v1/files/{path}")
+def test_previews_are_frames_of_their_time_and_refusals_name_the_upload(service: SimpleNamespace, clip: Path) -> None:
+    def preview(path: str) -> Any:
+        return service.http("GET", f"v1/files/{path}")
 
-
-def test_frames_are_those_of_the_time(service: SimpleNamespace, clip: Path) -> None:
-    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra video)")
+    pillow, buffer = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra video)"), io.BytesIO()
     file = upload(service, clip.read_bytes()).id
-    assert preview(service, f"{file}/preview").json() == {"kind": "video", "seconds": 4.0, "fps": 1.0}
+    assert preview(f"{file}/preview").json() == {"kind": "video", "seconds": 4.0, "fps": 1.0}
     for seconds, brightness in (("0", 0), ("1.9", 60), ("2", 120), ("3", 180), ("1e9", 180), ("-1", 0), ("nan", 0)):
-        jpeg = preview(service, f"{file}/frame?seconds={seconds}").content
+        jpeg = preview(f"{file}/frame?seconds={seconds}").content
         red, green, blue = pillow.open(io.BytesIO(jpeg)).convert("RGB").getpixel((8, 8))
         assert max(abs(x - brightness) for x in (red, green, blue)) < 12, seconds
 
-
-def test_refused_previews_name_the_upload_and_no_path(service: SimpleNamespace, clip: Path) -> None:
-    pillow, buffer = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra video)"), io.BytesIO()
     pillow.new("RGB", (4, 4)).save(buffer, "PNG")
-    image, whole = upload(service, buffer.getvalue(), "a.png").id, upload(service, clip.read_bytes()).id
-    assert preview(service, f"{image}/preview").json() == {"kind": "image"}
+    image = upload(service, buffer.getvalue(), "a.png").id
+    assert preview(f"{image}/preview").json() == {"kind": "image"}
     damaged = upload(service, clip.read_bytes()[:300], "cut.mp4").id
     for path, status, begin in (
         (f"{damaged}/preview", 400, "cut.mp4: "),
         (f"{damaged}/frame?seconds=1", 400, "cut.mp4: "),
         (f"{image}/frame", 400, "a.png: an image has no time"),
-        (f"{whole}/frame?seconds=x", 400, "seconds: 'x' is not a number"),
+        (f"{file}/frame?seconds=x", 400, "seconds: 'x' is not a number"),
         ("file-none/preview", 404, "No such File object"),
         ("file-none/frame", 404, "No such File object"),
     ):
-        answer = preview(service, path)
+        answer = preview(path)
         message = answer.json()["error"]["message"]
         assert answer.status_code == status and message.startswith(begin) and "/" not in message
-    assert service.http("GET", f"v1/files/{whole}/frame", headers={}).status_code == 401
+    assert service.http("GET", f"v1/files/{file}/frame", headers={}).status_code == 401

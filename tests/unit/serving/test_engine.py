@@ -80,18 +80,8 @@ def test_job_survives_its_way_to_the_other_ranks(video: Clip) -> None:
     assert Job.from_json(asked.to_json()) == asked
 
 
-SAMPLED = Sampling(
-    **{
-        "max_new_tokens": 8,
-        "min_new_tokens": 6,
-        "temperature": 1.3,
-        "top_p": 0.9,
-        "top_k": 20,
-        "min_p": 0.02,
-        "seed": 3,
-    },
-    repetition_penalty=1.4,
-)
+RANDOM = {"min_new_tokens": 6, "temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4}
+SAMPLED = Sampling(max_new_tokens=8, seed=3, **RANDOM)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["mllama", "moss_vl", *(name for name in MAKERS if "qwen" in name)])
@@ -111,10 +101,9 @@ def test_videos_and_images_in_one_message_equal_the_unpatched_model(name: str, s
     text = chat_format.text([asked.messages], [sources], add_generation_prompt=True)
     pictures = chat_format.unsharded(*sources)
     torch.manual_seed(sampling.seed)
-    options = {"do_sample": False, "max_new_tokens": 5}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_new_tokens}
     if sampling is SAMPLED:
-        options = {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "temperature": 1.3, "top_p": 0.9}
-        options |= {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4}
+        options |= RANDOM | {"do_sample": True}
     output = unpatched.generate(**chat_format.arguments(text), **pictures, **options)
     expected = output[0, text.input_ids.shape[1] :].tolist()
     assert all(reply.tokens == expected for reply in replies)
@@ -150,46 +139,22 @@ def test_job_that_fails_on_all_ranks_is_followed_by_the_next(
     broken = Clip.of_file("video", str(damaged), FrameChoice(num_frames=3))
 
     def body(engine: Engine) -> tuple[list[type], Answer]:
-        first_rank = engine.comm.rank == 0
-        answer(engine, job(video))
-        found = []
-        for asked, interrupted in (
-            (job(broken), None),
-            (job(video, sampling=Sampling(max_new_tokens=5000)), None),
-            (job(video, question="<|im_end|>"), None),
-        ):
+        def error_of(asked: Job, interrupted: Any = None) -> type[Exception]:
             with pytest.raises(SeqParError) as error:
                 answer(engine, asked, progress=None, interrupted=interrupted)
-            found.append(type(error.value))
+            return type(error.value)
+
+        answer(engine, job(video))
+        long, marked = job(video, sampling=Sampling(max_new_tokens=5000)), job(video, question="<|im_end|>")
+        errors = [error_of(asked) for asked in (job(broken), long, marked)]
         again = answer(engine, job(video), progress=lambda *_: calls.append(1))
         other = job(Clip.of_file("video", video.source, FrameChoice(num_frames=4)))
-        with pytest.raises(SeqParError) as error:
-            answer(engine, other, progress=None, interrupted=(lambda: True) if first_rank else None)
-        found.append(type(error.value))
-        return found, again
+        return [*errors, error_of(other, (lambda: True) if engine.comm.rank == 0 else None)], again
 
     (errors, again), (_, again_1) = on_ranks(2, inference_files / "gated", body)
     assert errors[1] is LengthError and errors[3] is Interrupted
     assert again.tokens == again_1.tokens and again.cached_tokens == again.prompt_tokens - 1
     assert not calls  # the frames stayed encoded
-
-
-def test_out_of_memory_is_an_impossible_job_on_one_rank_only(
-    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory")
-
-    def body(engine: Engine) -> str:
-        worker = Worker(engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(Conversation, "answer", fail)
-            with pytest.raises(JobError, match="use fewer frames, or start more ranks") as error:
-                run(worker, job(video))
-        assert run(worker, job(video)).tokens
-        return str(error.value)
-
-    on_ranks(1, inference_files / "gated", body)
 
 
 FAILURES = {
@@ -255,20 +220,45 @@ def test_error_before_the_first_pass_is_an_error_of_the_job(
     assert not encoded  # the frames stayed encoded
 
 
-def test_error_in_a_pass_ends_the_program_if_other_ranks_may_wait(inference_files: Path, video: Clip) -> None:
+@pytest.mark.parametrize(
+    ("world", "error", "temperature", "raised", "message"),
+    [
+        (1, torch.OutOfMemoryError("no memory"), 0.0, JobError, "use fewer frames, or start more ranks"),
+        (1, KeyError("name"), 0.0, JobError, "name"),
+        (2, KeyError("name"), 0.0, KeyError, "name"),  # the other rank may wait, so the program ends
+        *((world, None, temperature, JobError, "not finite") for world, temperature in ((1, 1.0), (2, 0.0), (2, 1.0))),
+    ],
+)
+def test_error_in_a_pass_is_that_of_the_job_unless_other_ranks_may_wait(
+    inference_files: Path,
+    video: Clip,
+    world: int,
+    error: Exception | None,
+    temperature: float,
+    raised: type[Exception],
+    message: str,
+) -> None:
+    """Without an error, the logits are NaN."""
+
     def fail(*args: Any) -> None:
-        raise KeyError("name")
+        assert error is not None
+        raise error
 
-    def body(engine: Engine) -> type[Exception]:
-        worker = Worker(engine)
-        hook = engine.model.get_input_embeddings().register_forward_pre_hook(fail)  # type: ignore[operator]
-        with pytest.raises((JobError, KeyError)) as raised:
-            run(worker, job(video))
+    def body(engine: Engine) -> None:
+        worker, model = Worker(engine), engine.model
+        expected = run(worker, job(video)).tokens
+        if error is None:
+            hook = model.get_output_embeddings().register_forward_hook(lambda *call: call[-1] * torch.nan)  # type: ignore[operator]
+        else:
+            hook = model.get_input_embeddings().register_forward_pre_hook(fail)  # type: ignore[operator]
+        with pytest.raises(raised, match=message) as found:
+            run(worker, job(video, sampling=Sampling(max_new_tokens=5, temperature=temperature)))
         hook.remove()
-        return raised.type
+        if isinstance(found.value, JobError):
+            assert isinstance(found.value.cause, NonFiniteLogitsError if error is None else type(error))
+            assert run(worker, job(video)).tokens == expected
 
-    assert on_ranks(1, inference_files / "gated", body) == [JobError]
-    assert on_ranks(2, inference_files / "gated", body) == [KeyError, KeyError]
+    on_ranks(world, inference_files / "gated", body)
 
 
 def test_features_of_an_impossible_job_are_freed_at_once(
@@ -341,23 +331,6 @@ def test_prefill_ends_on_all_ranks_and_the_next_answer_is_right(
         assert before.tokens == after.tokens == again.tokens and after.cached_tokens == 0 < again.cached_tokens
 
 
-@pytest.mark.parametrize(("world", "temperature"), [(1, 1.0), (2, 0.0), (2, 1.0)])
-def test_logits_that_are_not_finite_are_an_error_of_the_job(
-    inference_files: Path, video: Clip, world: int, temperature: float
-) -> None:
-    def body(engine: Engine) -> None:
-        worker, head = Worker(engine), engine.model.get_output_embeddings()  # type: ignore[operator]
-        expected = run(worker, job(video)).tokens
-        hook = head.register_forward_hook(lambda *call: call[-1] * torch.nan)
-        with pytest.raises(JobError, match="not finite") as raised:
-            run(worker, job(video, sampling=Sampling(max_new_tokens=5, temperature=temperature)))
-        hook.remove()
-        assert isinstance(raised.value.cause, NonFiniteLogitsError)
-        assert run(worker, job(video)).tokens == expected
-
-    on_ranks(world, inference_files / "gated", body)
-
-
 @pytest.mark.parametrize(
     ("name", "world"),
     slow_unless(lambda row: row in (("gated", 2), ("mllama", 1)), itertools.product([*MAKERS, "gated"], (1, 2))),
@@ -423,8 +396,11 @@ def test_message_with_a_further_video_continues_the_conversation(
 def test_video_after_a_conversation_of_text_alone_begins_its_own(inference_files: Path, video: Clip) -> None:
     """A conversation without media, of this or another client, has nothing that media could follow."""
     question = replace(job(video), messages=[{"role": "user", "content": "Hello?"}], media=())
-    (found,) = on_ranks(
-        1, inference_files / "gated", lambda engine: [answer(engine, x) for x in (question, job(video))]
-    )
-    (expected,) = on_ranks(1, inference_files / "gated", lambda engine: answer(engine, job(video)))
-    assert found[1].tokens == expected.tokens
+
+    def body(engine: Engine) -> list[Answer]:
+        replies = [answer(engine, asked) for asked in (question, job(video))]
+        engine.forget()
+        return [*replies, answer(engine, job(video))]
+
+    ((_, continued, alone),) = on_ranks(1, inference_files / "gated", body)
+    assert continued.tokens == alone.tokens and not continued.cached_tokens

@@ -15,7 +15,6 @@ from mllm_seqpar.serving.protocol import ApiError, ChatRequest, parse, read_requ
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEFAULTS = Sampling(max_new_tokens=9)
-LONG = "data:video/mp4;base64," + "QUJD" * 30_000
 
 
 def read(**fields: Any) -> ChatRequest:
@@ -153,31 +152,23 @@ def test_fields_that_cannot_be_honoured_are_refused_by_name(field: str, value: A
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user"}]}, "content"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "the last message is not the user's"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
-        (
-            file() | {"messages": [{"role": "system", "content": file()["messages"][0]["content"]}]},
-            "only a user message shows media",
-        ),
+        # What every reader of messages refuses (tests/unit/chats/test_chat.py), here with the place in the request
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
         (shown({"type": "input_audio"}), "input_audio"),
-        (shown({"type": "video_url", "url": "x"}), "messages[0].content[0]: "),
         (shown({"type": "text", "text": "x", "fps": 1}), "content[0].fps"),
         (shown(3), "messages[0].content[0]: holds 3"),
-        (image(image_url={"url": "x", "fps": 1}), "fps"),
-        (image(fps=1), "content[0].fps"),
-        (video({"url": "x", "fps": 0}), "fps"),
-        (video({"url": "x", "speed": 2}), "speed"),
+        (image(image_url={"url": "x", "fps": 1}), "content[0].fps"),
+        # What this server refuses
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "the last message is not the user's"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
+        (shown({"type": "video_url", "url": "x"}), "messages[0].content[0]: "),
         (video({"url": "x", "fps": 1}, fps=2), "twice"),
-        (video(fps=1, num_frames=2), "give one"),
         (video(num_frames=2**31), "messages[0].content[0].num_frames: "),
         (video(fps=10**400), "messages[0].content[0].fps: "),
         (video(""), "messages[0].content[0].url: "),
         (image(detail=3), "messages[0].content[0].detail: "),
         (shown({"type": "file", "file": {"file_data": "x"}}), "file_data"),
         (shown({"type": "file", "file": "x"}), "file is not an object"),
-        (shown({"type": "file", "file": {"file_id": "x"}, "pixels": 3}), "content[0].pixels"),
     ],
 )
 def test_malformed_messages_are_refused(fields: Any, fault: str) -> None:
@@ -186,17 +177,13 @@ def test_malformed_messages_are_refused(fields: Any, fault: str) -> None:
     assert error.value.status == 400 and fault in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": [LONG, "data:,x", {"b": LONG + "x"}], "c": None},
-        {LONG: LONG, "text": f'she said "{LONG}" and "data:\\'},
-        [LONG, [], 1.5, True, "\N{SNOWMAN}"],
-    ],
-)
-@pytest.mark.parametrize("ascii_only", [True, False])
-def test_body_has_the_value_of_the_standard_parser(value: object, ascii_only: bool) -> None:
-    assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+def test_body_has_the_value_of_the_standard_parser() -> None:
+    value = [
+        {"a": ["data:video/mp4;base64," + "QUJD" * 30_000, 'she said "data:\\', {"b": "\N{SNOWMAN}"}], "c": None},
+        1.5,
+    ]
+    for ascii_only in (True, False):
+        assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_neighbours_which_may_share_a_bad_video_have_different_replacements(fold
 
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
     def pixels(batch: Any, reader: Any) -> Any:
-        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.targets
+        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.chat.targets
 
     whole = train(folder / "train.jsonl", 2, 2, then=pixels)
     resumed = train(folder / "train.jsonl", 2, 2, first_step=2, then=pixels)
@@ -293,11 +293,6 @@ def test_errors_of_a_processor_name_the_place(folder: Path, monkeypatch: pytest.
         assert "train.jsonl:" in str(error) and "ValueError: unexpected size" in str(error)
 
 
-def test_unknown_treatment_of_bad_media_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
-        opened(folder / "train.jsonl", on_bad_media="ignore")
-
-
 TEXT = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "hello"}]}
 
 
@@ -337,9 +332,9 @@ def test_digest_covers_text_and_media(chat_file: Path) -> None:
     assert len({first, second, digest()}) == 3
 
 
-def test_unusable_samples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        opened(tmp_path / "none.jsonl")
+def test_unusable_samples_and_options_are_refused(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(json.dumps(TEXT) + "\n")
+    with pytest.raises(ConfigError, match="on_bad_media: 'ignore' is not allowed; give fail or skip"):
+        opened(tmp_path / "chat.jsonl", on_bad_media="ignore")
     with pytest.raises(DataError, match="max_length = 5"):
         read(opened(tmp_path / "chat.jsonl", max_length=5), 0)

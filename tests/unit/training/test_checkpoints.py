@@ -116,34 +116,24 @@ def test_directory_that_some_ranks_do_not_share_is_refused_on_all(tmp_path: Path
         run_loopback(1, lambda comm: require_shared_directory(comm, tmp_path / "file"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"samples": 4}, "with 8 samples per step, but this run has 4 .*so that a step has 8 samples"),
-        ({"fsdp": False}, "was written with FSDP, but this run is without FSDP"),
-        ({"data": "other"}, "on other data, in another order, or with another --seed"),
-    ],
-)
-def test_a_checkpoint_is_continued_only_with_the_samples_of_its_steps(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    layout = RunLayout(samples=8, fsdp=True, data="digest/0")
+def test_a_checkpoint_is_continued_only_with_the_samples_of_its_steps(tmp_path: Path) -> None:
+    layout, old = RunLayout(samples=8, fsdp=True, data="digest/0"), tmp_path / "of version 0.2"
     layout.require_resumable(tmp_path)  # a checkpoint of Trainer says nothing
     layout.write(tmp_path)
-    layout.require_resumable(tmp_path)
-    replace(layout, data="").require_resumable(tmp_path)  # a data set of the user's
-    with pytest.raises(ConfigError, match=message):
-        replace(layout, **change).require_resumable(tmp_path)
-
-
-def test_checkpoints_of_version_0_2_are_continued_with_steps_of_the_same_size(tmp_path: Path) -> None:
+    old.mkdir()
     written = {"processes": 4, "sequence_parallel_size": 2, "per_device_train_batch_size": 2}
     written |= {"gradient_accumulation_steps": 2, "fsdp": True, "data": "0123-4567/0"}
-    (tmp_path / checkpoints.FILE).write_text(json.dumps(written))
-    layout = RunLayout(samples=8, fsdp=True, data="digest/0")
-    layout.require_resumable(tmp_path)
-    with pytest.raises(ConfigError, match="was written by a run with 8 samples per step"):
-        replace(layout, samples=4).require_resumable(tmp_path)
+    (old / checkpoints.FILE).write_text(json.dumps(written))
+    for path, run in ((tmp_path, layout), (tmp_path, replace(layout, data="")), (old, layout)):  # "": a user's data set
+        run.require_resumable(path)
+    for path, change, message in (
+        (tmp_path, {"samples": 4}, "with 8 samples per step, but this run has 4 .*so that a step has 8 samples"),
+        (tmp_path, {"fsdp": False}, "was written with FSDP, but this run is without FSDP"),
+        (tmp_path, {"data": "other"}, "on other data, in another order, or with another --seed"),
+        (old, {"samples": 4}, "was written by a run with 8 samples per step"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(layout, **change).require_resumable(path)
 
 
 @pytest.mark.parametrize("content", [None, "", '{"epoch": 1.0, "glob', "[]", '{"unknown": 1}'])

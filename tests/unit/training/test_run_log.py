@@ -34,6 +34,13 @@ def test_rows_fit_a_terminal_and_name_the_rank_with_the_highest_memory() -> None
     assert len(HEADER) <= len(found) <= 95 and len(row(LOG | {"loss": 0.5}, 1, 20, "0:01:00")) <= 95
     assert found.endswith("  80.0 GiB (rank 127)") and "peak_memory_mib" not in found
     assert row({"loss": 1.0, "learning_rate": 0.0}, 1, 2, "...").split() == ["1/2", "...", "1", "0", "0", "0.0", "s"]
+    for logs, eta in ((LOG | {"loss": 0.0006613}, "0:09:02"), (LOG | {"loss": -1.234e-05}, "1 day, 10:09:02")):
+        found = row(logs, 123_456, 999_999, eta)  # columns stay apart however long their values are
+        assert f"  {eta}  " in found and f"  {logs['loss']:.4g}  " in found
+    assert HEADER.split() == "step ETA loss learning rate tokens/s data wait peak memory".split()
+    line = row(LOG | {"loss": 0.5}, 1, 20, "0:01:00")
+    for text, name in (("1/20", "step"), ("0:01:00", "ETA"), ("0.5", "loss")):
+        assert line.index(text) + len(text) == HEADER.index(name) + len(name)
 
 
 def test_the_remaining_time_follows_from_the_steps_after_the_first(
@@ -135,14 +142,3 @@ def test_the_time_until_a_message_arrives_is_counted() -> None:
         return posted, waited
 
     assert all(posted == 0 < waited for posted, waited in run_loopback(2, exchange))
-
-
-def test_columns_stay_apart_however_long_their_values_are() -> None:
-    for logs, eta in ((LOG | {"loss": 0.0006613}, "0:09:02"), (LOG | {"loss": -1.234e-05}, "1 day, 10:09:02")):
-        found = row(logs, 123_456, 999_999, eta)
-        assert f"  {eta}  " in found and f"  {logs['loss']:.4g}  " in found
-    assert HEADER.split() == "step ETA loss learning rate tokens/s data wait peak memory".split()
-    header, line = HEADER, row(LOG | {"loss": 0.5}, 1, 20, "0:01:00")
-    assert [line.index(text) + len(text) for text in ("1/20", "0:01:00", "0.5")] == [
-        header.index(name) + len(name) for name in ("step", "ETA", "loss")
-    ]

@@ -25,24 +25,41 @@ from model_copies import tiny_model
 from tiny_models.mplug_owl3 import tiny_frames, tiny_text
 
 
+def training_arguments(output: Path, **given: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], **given)
+
+
 def trainer(tmp_path: Path, model: Any = None, args: Any = (), **given: Any) -> SeqParTrainer:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **dict(args))
-    return SeqParTrainer(model=model or tiny_model("per_head"), args=arguments, **given)
+    return SeqParTrainer(
+        model=model or tiny_model("per_head"), args=training_arguments(tmp_path, **dict(args)), **given
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "environment", "message"),
     [
-        ({"sequence_parallel_size": 2}, "2 ranks per sample need 2 processes, .* --num_processes 2"),
-        ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False divides"),
-        ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True lets rank 0 read"),
-        ({"args": {"fsdp": True}}, "fsdp=True has no effect on CPU, .* launch with a configuration such as"),
-        ({"args": {"use_liger_kernel": True}}, "use_liger_kernel=True replaces the forward"),
+        ({"sequence_parallel_size": 2}, {}, "2 ranks per sample need 2 processes, .* --num_processes 2"),
+        ({"args": {"average_tokens_across_devices": False}}, {}, "average_tokens_across_devices=False divides"),
+        ({"args": {"accelerator_config": {"dispatch_batches": True}}}, {}, "dispatch_batches=True lets rank 0 read"),
+        ({"args": {"fsdp": True}}, {}, "fsdp=True has no effect on CPU, .* launch with a configuration such as"),
+        ({"args": {"use_liger_kernel": True}}, {}, "use_liger_kernel=True replaces the forward"),
+        # Without use_cpu=True and without a GPU, TrainingArguments makes each process a world of one.
+        ({}, {"WORLD_SIZE": "2"}, r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"),
+        ({}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "the launch configuration has fsdp_version: 1 "),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, r"FSDP1.*fsdp_version: 2"),  # accelerate's default is 1
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}, r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_arguments_and_launches_that_cannot_work_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], environment: dict[str, str], message: str
+) -> None:
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    options = dict(given)
+    arguments = training_arguments(tmp_path, **options.pop("args", {}))
+    for name, value in environment.items():  # which TrainingArguments would read
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        trainer(tmp_path, **given)
+        SeqParTrainer(model=tiny_model("per_head"), args=arguments, **options)
 
 
 def test_frames_of_a_batch_stay_in_host_memory(tmp_path: Path) -> None:
@@ -60,27 +77,6 @@ def test_frames_of_a_batch_stay_in_host_memory(tmp_path: Path) -> None:
     model = made.model.eval()
     held_loss, loss = (model(input_ids=ids, labels=ids, pixel_values=x).loss for x in (held, frames))
     assert held_loss == loss
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        # Without use_cpu=True and without a GPU, TrainingArguments makes each process a world of one.
-        ({"WORLD_SIZE": "2"}, r"started 2 processes, but TrainingArguments set up 1 .*pass use_cpu=True"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "the launch configuration has fsdp_version: 1 "),
-        ({"ACCELERATE_USE_FSDP": "true"}, r"FSDP1.*fsdp_version: 2"),  # accelerate's default is 1
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, r"DeepSpeed \(ZeRO\) is not supported.* Use FSDP2"),
-    ],
-)
-def test_launches_that_cannot_work_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
-) -> None:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    monkeypatch.delenv("FSDP_VERSION", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        SeqParTrainer(model=tiny_model("per_head"), args=arguments)
 
 
 def test_a_mixin_named_after_its_trainer_is_refused() -> None:
@@ -105,7 +101,7 @@ def test_patched_model_decides_degree_and_options(tmp_path: Path) -> None:
 
 def test_missing_model_and_losses_from_logits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pass model="):
-        SeqParTrainer(args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+        SeqParTrainer(args=training_arguments(tmp_path))
     smoothing = trainer(tmp_path, args={"label_smoothing_factor": 0.1})
     with pytest.raises(ConfigError, match="label_smoothing_factor compute the loss from logits"):
         smoothing.compute_loss(smoothing.model, {})
