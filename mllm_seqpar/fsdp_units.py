@@ -48,9 +48,14 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
 
     Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
     """
-    inner = set(called)
-    parts = {module: set(module.modules()) - {module} for module in model.modules() if module is not model}
-    return [module for module, within in parts.items() if within & inner]
+    inner, contains = set(called), dict[nn.Module, bool]()
+
+    def contains_one(module: nn.Module) -> bool:
+        if module not in contains:
+            contains[module] = any(child in inner or contains_one(child) for child in module.children())
+        return contains[module]
+
+    return [module for module in model.modules() if module is not model and contains_one(module)]
 
 
 def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:

@@ -154,7 +154,6 @@ class Checkpoint:
         return f"{type(model).__name__} of {size:.3f} billion parameters: all names and shapes match\n{facts}".strip()
 
     def load_processor(self) -> str:
-        """Return the class and the options of the processor."""
         self.processor = processor = load_processor(self.path)
         options = {
             name: value

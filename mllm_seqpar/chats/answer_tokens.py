@@ -19,10 +19,8 @@ def target_mask(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]
         spans: the character ranges of the answers of each sample.
     """
     rows = []
-    for row, marked in zip(offsets, spans, strict=True):
-        begin, end = np.asarray(row).reshape(-1, 2).T
-        found = np.zeros(len(begin), dtype=bool)
-        for first, last in marked:
-            found |= (begin < last) & (end > first)
-        rows.append(found.astype(int).tolist())
+    for row, answers in zip(offsets, spans, strict=True):
+        begin, end = np.asarray(row).reshape(-1, 2, 1).transpose(1, 0, 2)
+        first, last = np.asarray(answers, int).reshape(-1, 2).T
+        rows.append(((begin < last) & (end > first)).any(1).astype(int).tolist())
     return rows

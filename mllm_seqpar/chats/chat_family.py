@@ -212,8 +212,8 @@ class ChatFamily(ABC):
         """Return all frames of the sources as arguments of the unpatched model, for one sample."""
         grouped = map(self.frame_groups, sources)
         parts = [self.pixels(read) for groups in grouped for read in groups.read(0, len(groups))]
-        found = zip(self.frame_names, self.joined(parts), strict=True)
-        return {name: x[None] if self.always_sharded else x for name, x in found if len(x)}
+        arguments = zip(self.frame_names, self.joined(parts), strict=True)
+        return {name: x[None] if self.always_sharded else x for name, x in arguments if len(x)}
 
     @abstractmethod
     def blank(self) -> tuple[Tensor, ...]:

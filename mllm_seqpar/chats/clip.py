@@ -67,16 +67,15 @@ class Clip:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Clip":
         source = tuple(values["images"]) if "images" in values else values.get("path")
-        kept = {name: values.get(name, "") for name in ("version", "name")}
-        return cls(values["type"], source, FrameChoice.of(values), **kept)
+        return cls(values["type"], source, FrameChoice.of(values), values.get("version", ""), values.get("name", ""))
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of a message that shows this clip, of files; `from_json` reads it."""
         source: dict[str, Any] = {} if self.source is None else {"path": self.source}
         if isinstance(self.source, (list, tuple)):
             source = {"images": self.files}
-        kept = {name: getattr(self, name) for name in ("version", "name") if getattr(self, name)}
-        return {"type": self.kind, **source, **self.frames.given(), **kept}
+        texts = {name: text for name, text in (("version", self.version), ("name", self.name)) if text}
+        return {"type": self.kind, **source, **self.frames.given(), **texts}
 
     def open(
         self,
@@ -157,9 +156,9 @@ def ranges_by_source(
     """Yield each source that has some of these frames of all sources: source, its place, and ranges of its frames."""
     first = 0
     for place, source in enumerate(sources):
-        parts = [range(max(x.start - first, 0), min(x.stop - first, len(source))) for x in ranges]
-        if found := [part for part in parts if part]:
-            yield source, place, found
+        inside = [range(max(x.start - first, 0), min(x.stop - first, len(source))) for x in ranges]
+        if any(inside):
+            yield source, place, [part for part in inside if part]
         first += len(source)
 
 

@@ -256,15 +256,16 @@ def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dic
     """
     media = _media(record)
     split = [_split(message) for message in messages]
-    wanted = [part["type"] for content in split for part in content if _is_open(part)]
+    placeholders = [part["type"] for content in split for part in content if _is_open(part)]
     available = {kind: [part for part in media if part["type"] == kind] for kind in _MEDIA_KEYS}
-    if available["video"] and not available["image"] and "video" not in wanted:
+    if available["video"] and not available["image"] and "video" not in placeholders:
         available = {"image": available["video"], "video": []}
     for kind, parts in available.items():
-        if wanted.count(kind) != len(parts):
+        if placeholders.count(kind) != len(parts):
+            files, marks = (", ".join(x) for x in ((part["path"] for part in media), (f"<{x}>" for x in placeholders)))
             raise DataError(
-                f"has {len(media)} files ({', '.join(part['path'] for part in media)!s:.120}) and the placeholders "
-                f"{', '.join(f'<{name}>' for name in wanted) or 'none'}; write one for each file, where it is shown"
+                f"has {len(media)} files ({files:.120}) and the placeholders {marks or 'none'}; write one for each "
+                "file, where it is shown"
             )
     queues = {kind: iter(parts) for kind, parts in available.items()}
     return [

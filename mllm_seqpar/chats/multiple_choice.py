@@ -22,9 +22,9 @@ _LETTERED = re.compile(r"^\(?([A-Z])[.):]\)?\s*(.*)$", re.DOTALL)
 
 def check_template(template: str) -> None:
     """Raise ConfigError unless `template` has the field {question}, and only fields of `DEFAULT_TEMPLATE`."""
-    found = re.findall(r"\{(\w*)\}", template)
-    unknown = [name for name in found if name not in ("question", "options")]
-    if unknown or "question" not in found:
+    names = re.findall(r"\{(\w*)\}", template)
+    unknown = [name for name in names if name not in ("question", "options")]
+    if unknown or "question" not in names:
         problem = f"the field {{{unknown[0]}}} is unknown" if unknown else "it has no {question}"
         raise ConfigError(
             f"--template {template!r}: {problem}; it takes {{question}}, which is required, and {{options}}"
@@ -55,7 +55,7 @@ class MultipleChoice:
         """Return the question with its options."""
         lines = "\n".join(f"{letter}. {text}" for letter, text in zip(self.letters, self.options, strict=True))
         values = {"question": self.question, "options": lines}
-        return re.sub(r"\{(question|options)\}", lambda found: values[found[1]], template)
+        return re.sub(r"\{(question|options)\}", lambda field: values[field[1]], template)
 
 
 def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
@@ -72,9 +72,9 @@ def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
     if not valid or not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"{key} is {options!r:.80}; expected a list of 2 to {len(LETTERS)} texts")
     texts = [text.strip() for text in options]
-    found = [_LETTERED.match(text) for text in texts]
-    if all(match and match[1] == LETTERS[number] for number, match in enumerate(found)):
-        texts = [match[2].strip() for match in found if match]
+    lettered = [_LETTERED.match(text) for text in texts]
+    if all(match and match[1] == LETTERS[number] for number, match in enumerate(lettered)):
+        texts = [match[2].strip() for match in lettered if match]
     named = [key for key in ANSWER_KEYS if record.get(key) is not None]
     category = next((record[key] for key in CATEGORY_KEYS if isinstance(record.get(key), str)), None)
     return MultipleChoice(

@@ -103,8 +103,8 @@ def make_tokenizer(texts: Sequence[str] = ()) -> Any:
     special = ["<|endoftext|>", "<unk>", "<|im_start|>", "<|im_end|>", "<|image|>", "<|video|>"]
     split = pre_tokenizers.Split(Regex(r"\n| ?\w+| ?[^\w\s]| "), behavior="isolated")
     known = [QUESTION, *COLOURS, "system\nuser\nassistant\n", *texts]
-    found = {word.strip(" ") for text in known for word, _ in split.pre_tokenize_str(text)}
-    words = {form for word in found | {""} for form in (word, f" {word}")} - {""}
+    bare = {word.strip(" ") for text in known for word, _ in split.pre_tokenize_str(text)}
+    words = {form for word in bare | {""} for form in (word, f" {word}")} - {""}
     vocabulary = {word: number for number, word in enumerate([*special, *sorted(words - set(special))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = split

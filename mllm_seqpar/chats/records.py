@@ -89,23 +89,20 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
 
 def _matching(name: str) -> list[Path]:
     """Return the files of a pattern, in order; nothing if `name` is not a pattern."""
-    if Path(name).exists():
-        return []
     braces = _BRACES.search(name)
+    if Path(name).exists() or not (braces or has_magic(name)):
+        return []
     if braces:
         first, last = braces.groups()
-        numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-        found = [Path(f"{name[: braces.start()]}{number}{name[braces.end() :]}") for number in numbers]
-        missing = [path for path in found if not path.is_file()]
-        if missing:
-            raise DataError(f"{name}: {len(missing)} of {len(found)} files are missing, first {missing[0]}")
-        return found
-    if not has_magic(name):
-        return []
-    found = sorted(map(Path, glob(name, recursive=True)))
-    if not found:
+        numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        files = [Path(name.replace(braces[0], number, 1)) for number in numbers]
+        if missing := [path for path in files if not path.is_file()]:
+            raise DataError(f"{name}: {len(missing)} of {len(files)} files are missing, first {missing[0]}")
+        return files
+    files = sorted(map(Path, glob(name, recursive=True)))
+    if not files:
         raise DataError(f"{name}: no file matches; check the pattern")
-    return found
+    return files
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -152,11 +149,10 @@ def _is_hidden(path: Path, folder: Path) -> bool:
     return path.name.startswith("dataset_info") or any(x.startswith(".") for x in path.relative_to(folder).parts)
 
 
-def _only(folder: Path, what: str, found: Sequence[Any]) -> Any:
-    if len(found) > 1:
-        listed = ", ".join(map(str, found[:6]))
-        raise DataError(f"{folder}: it has several {what}; give one of them: {listed}")
-    return found[0]
+def _only(folder: Path, what: str, names: Sequence[Any]) -> Any:
+    if len(names) > 1:
+        raise DataError(f"{folder}: it has several {what}; give one of them: {', '.join(map(str, names[:6]))}")
+    return names[0]
 
 
 class Records(ABC):

@@ -128,13 +128,13 @@ def is_public(address: str) -> bool:
 def _connect(hosts: set[str], host: str, port: int) -> socket.socket:
     """Return a connection to the first address of a host that is allowed and accepts it."""
     named = host.lower() in hosts
+    addresses = list[str]()
     try:
-        found = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        addresses += [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except OSError:
         if named:
             raise
-        found = []
-    addresses = [str(address) for address in found if named or is_public(str(address))]
+    addresses = [address for address in addresses if named or is_public(address)]
     if not addresses:  # one message for both cases, so that it reveals nothing about names of the server's own network
         raise NotAllowed(f"{host} has no public address")
     for address in addresses[:-1]:

@@ -32,12 +32,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def require_made_with(
-    where: str, found: Mapping[str, Any], expected: Mapping[str, Any], remedy: str, kind: type[SeqParError] = DataError
+    where: str,
+    settings: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    remedy: str,
+    kind: type[SeqParError] = DataError,
 ) -> None:
     """Raise an error of class `kind` unless the data of `where` were made with the values of `expected`.
 
     `remedy` is the end of its message: what the user can do.
     """
     for name, value in expected.items():
-        if found.get(name) != value:
-            raise kind(f"{where} were made with {name} = {found.get(name)!r}, and now it is {value!r}; {remedy}")
+        if settings.get(name) != value:
+            raise kind(f"{where} were made with {name} = {settings.get(name)!r}, and now it is {value!r}; {remedy}")

@@ -167,10 +167,10 @@ def _read_with_torchcodec(
             inside = [time for time in times if time < end]
             images = [video.get_frame_at(last).data[None]] * (len(times) - len(inside))
             if inside:
-                found = video.get_frames_played_at(inside)
-                if any(shown > time for shown, time in zip(found.pts_seconds.tolist(), inside, strict=True)):
+                shown = video.get_frames_played_at(inside)
+                if any(start > time for start, time in zip(shown.pts_seconds.tolist(), inside, strict=True)):
                     raise VideoError(f"{plan.path}: torchcodec finds other frames than PyAV; use the decoder pyav")
-                images.insert(0, found.data)
+                images.insert(0, shown.data)
             batch_images = torch.cat(images)
             if size is not None and batch_images.shape[2:] != size:
                 scaled = F.interpolate(batch_images.float(), size, mode="bicubic", antialias=True)
@@ -270,9 +270,9 @@ class _Reader:
         try:
             cursor.threads = threads
             for _, group in groupby(map(frame, entries, [*entries[1:], None]), key=itemgetter(0)):
-                found = list(group)
-                yield position, found[0][1], len(found)
-                position += len(found)
+                (_, image), *others = group
+                yield position, image, 1 + len(others)
+                position += 1 + len(others)
         finally:
             self._idle.put(cursor)
 
@@ -296,7 +296,7 @@ class _Reader:
         index, ticks = self._index, self._plan.ticks
         if threads == 1 or not index.keys:
             return []
-        found: list[range] = []
+        segments: list[range] = []
         for entries in ranges:
             first = entry = entries.start
             while entry < entries.stop:
@@ -308,11 +308,11 @@ class _Reader:
                 if following - entry > most:
                     return []
                 if entry > first and following - first > usual:
-                    found.append(range(first, entry))
+                    segments.append(range(first, entry))
                     first = entry
                 entry = following
-            found.append(range(first, entries.stop))
-        return found
+            segments.append(range(first, entries.stop))
+        return segments
 
 
 @dataclass
@@ -713,25 +713,24 @@ def frames_to_decode(plan: FramePlan) -> int:
     if plan.numbers is not None:
         return plan.numbers[-1] + 1
     with open_video(plan.path) as (container, stream):
-        found = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
+        frames = [(entry.timestamp, entry.is_keyframe) for entry in index_of(stream)]
         delay = 0
         packets = container.demux(stream)
-        if found:
+        if frames:
             first = next(packets, None)
             if first is not None and first.pts is not None and first.dts is not None:
                 delay = first.pts - first.dts
         else:
             times = ((packet.pts if packet.pts is not None else packet.dts, packet) for packet in packets)
-            found = [(when, packet.is_keyframe) for when, packet in times if when is not None and packet.size]
-    found.sort()
-    times_of_all = [when for when, _ in found]
-    keys = [number for number, (_, is_key) in enumerate(found) if is_key] or [0]
+            frames = [(when, packet.is_keyframe) for when, packet in times if when is not None and packet.size]
+    frames.sort()
+    keys = [number for number, (_, is_key) in enumerate(frames) if is_key] or [0]
     decoded, position = 0, -1
     for tick in plan.ticks:
-        wanted = max(0, bisect_right(times_of_all, tick - delay) - 1)
-        key = keys[max(0, bisect_right(keys, wanted) - 1)]
-        decoded += max(0, wanted + 1 - max(key, position + 1))
-        position = max(position, wanted)
+        shown = max(0, bisect_right(frames, tick - delay, key=itemgetter(0)) - 1)
+        key = keys[max(0, bisect_right(keys, shown) - 1)]
+        decoded += max(0, shown + 1 - max(key, position + 1))
+        position = max(position, shown)
     return decoded
 
 

@@ -230,16 +230,16 @@ def ascending(times: Sequence[int | None], step: int, longest_gap: float) -> tup
         longest_gap: ticks above which a later time belongs to another clock. A time that is more than a few frames
             earlier does too (joined recordings). Times of another clock continue those before.
     """
-    found: list[int] = []
+    ticks: list[int] = []
     shift = 0
     for time in times:
-        last = found[-1] if found else None
-        if last is None:
-            found.append(time or 0)
+        if not ticks:
+            ticks.append(time or 0)
             continue
+        last = ticks[-1]
         now = last + step if time is None else time + shift
         if now <= last - _BACK * step or now > last + longest_gap:
             shift += last + step - now
             now = last + step
-        found.append(max(now, last + 1))
-    return tuple(found)
+        ticks.append(max(now, last + 1))
+    return tuple(ticks)

@@ -162,8 +162,8 @@ def _facts_of(path: str | os.PathLike[str], *, by_index: bool) -> VideoInfo:
             raise VideoError(f"{path}: its video stream has no frames; was the recording interrupted?")
         why = next(reasons_to_distrust(os.fspath(path), container, stream, packets), None)
         if why is None:
-            found = sorted((packet.pts or 0, packet.duration) for packet in packets if packet.shown)
-            return _scanned(path, container, stream, [time for time, _ in found], found[-1][1])
+            shown = sorted((packet.pts or 0, packet.duration) for packet in packets if packet.shown)
+            return _scanned(path, container, stream, [time for time, _ in shown], shown[-1][1])
     return _count(path, why)
 
 

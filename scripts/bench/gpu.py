@@ -241,7 +241,6 @@ def ranks(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def whole_model(args: argparse.Namespace, name: str) -> Iterator[Row]:
-    """Yield the rows of a model: tower, passes, memory, decoding."""
     made = MODELS[name](args.device, dtype_of(args.device), args.tiny)
     yield made.tower(partial(medians_ms, device=args.device, repeats=min(3, args.repeats)))
     made.model.requires_grad_(False).eval()
@@ -281,7 +280,6 @@ def runs_of(run: str, made: Model, sizes: Sequence[tuple[int, int]], args: argpa
 
 
 def patched(made: Model, mode: str) -> None:
-    """Patch the model for a mode, or undo it."""
     with suppress(ValueError):  # it is not patched
         unpatch_model(made.model)
     if mode != "unpatched":

@@ -20,8 +20,6 @@ TRAINED = "language_model"
 
 
 class Model:
-    """A model, its inputs, and what is measured of it."""
-
     name: str
     model: Any
     forwards: Sequence[tuple[int, int]]  # frames and text tokens of the passes
@@ -35,7 +33,6 @@ class Model:
         raise NotImplementedError
 
     def tower(self, medians_ms: Timer) -> dict[str, Any]:
-        """Return the row of the vision tower."""
         raise NotImplementedError
 
     def modes(self, run: str) -> Sequence[str]:

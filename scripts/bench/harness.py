@@ -115,7 +115,6 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def print_environment(device: str) -> None:
-    """Print the columns of `environment` in one line."""
     print(", ".join(f"{key} {value}" for key, value in environment(device).items()), flush=True)
 
 

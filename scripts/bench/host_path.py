@@ -26,6 +26,7 @@ import report
 import torch
 import torch.distributed as dist
 from harness import Row
+from kernels import operands
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mllm_seqpar.attention import attend, executor, lv_xattn, ring_attention
@@ -60,15 +61,13 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(1, HEADS, ROWS, DIM, generator=g, requires_grad=True)
-    k, v = (torch.randn(1, GROUPS, KEYS, DIM, generator=g, requires_grad=True) for _ in range(2))
+    q, k, v, do = operands((1, HEADS, GROUPS, ROWS, KEYS, DIM), "cpu", torch.float32)
     with mock.patch.object(attend, "distributed_forward", wraps=executor.distributed_forward) as spied:
         o = METHODS[name](q, k, v, group=dist.group.WORLD)
     comm, spec, block_math, *local = spied.call_args.args
     with torch.no_grad():
         o, lse = executor.distributed_forward(comm, spec, block_math, *local)
-    do, kernel = torch.ones_like(o), choose_kernel("auto", q, k)[0]
+    kernel = choose_kernel("auto", q, k)[0]
     rows = FinalRows(local[0], o, lse, do)
     # With lv_xattn, rows of other ranks have delta and no o.
     of_block = rows._replace(o=None, delta=torch.zeros_like(lse)) if name == "lv_xattn" else rows

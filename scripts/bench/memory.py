@@ -202,7 +202,6 @@ class MemoryBenchmark:
         return {"frames": frames, "repeats": repeats, **times, "ratio": ratio, "share": 1 - 1 / ratio}
 
     def step_s(self, mode: Mode, frames: int) -> float:
-        """Return the seconds of forward and backward on the slowest rank."""
         with self.patched(mode):
             features = self.features(frames)
             with harness.slowest_rank(self.comm, self.device) as timer:

@@ -77,7 +77,6 @@ class Subject:
     unpatched_generate: Callable[..., Tensor] | None = None  # if the unpatched model's does not work as published
 
     def to(self, device: str) -> Subject:
-        """Return the same subject, its model and inputs on a device."""
         self.model.to(device)
         return replace(self, inputs={name: x.to(device) for name, x in self.inputs.items()})
 
@@ -92,7 +91,6 @@ class Subject:
         return ids[:, -tokens:].cpu(), [after - before for before, after in pairwise(clock.times)]
 
     def labels(self) -> Tensor:
-        """Return the labels of a training step: all words."""
         ids = self.inputs["lang_x" if "lang_x" in self.inputs else "input_ids"]
         return ids.masked_fill(ids < WORDS.start, -100)
 
@@ -237,5 +235,4 @@ def scaled_sizes(name: str, scale: int, layers: int) -> ModelSizes:
 
 
 def _words(count: int) -> Tensor:
-    """Return word ids (1, count)."""
     return torch.randint(WORDS.start, WORDS.stop, (1, count), generator=torch.Generator().manual_seed(1))

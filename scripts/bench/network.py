@@ -72,7 +72,6 @@ def selected(args: argparse.Namespace) -> list[Setting]:
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one setting after the other."""
     if args.device == "cuda" or "RANK" in os.environ:
         for setting in selected(args):
             yield from harness.run_on_ranks(setting.ranks, args, measured, setting, None)[0]
@@ -86,7 +85,6 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(args: argparse.Namespace, setting: Setting, links: Network | None) -> list[dict[str, Any]]:
-    """Return the rows of a setting, one for each mode, on this rank."""
     logging.getLogger("mllm_seqpar").setLevel(logging.ERROR)
     benchmark = StepBenchmark if setting.model else CallBenchmark
     return benchmark(setting, as_communicator(None)).run(args.repeats, links)

@@ -36,7 +36,7 @@ from mllm_seqpar.attention.attend import attend
 from mllm_seqpar.attention.call_spec import accumulation, call_spec_for, problem_of
 from mllm_seqpar.attention.keys import GivenKeys
 from mllm_seqpar.comm import Communicator, Pending, Recv, Send
-from mllm_seqpar.kernels import registry
+from mllm_seqpar.kernels import FinalRows, registry
 from mllm_seqpar.masks import BlockMasks, Intervals
 from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
@@ -270,10 +270,8 @@ class EmulatedKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, ...]:
         return self._zeros([q.shape, q.shape[:3]], 4.0, q, k)
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: object
-    ) -> tuple[Tensor, ...]:
-        return self._zeros([q.shape, k.shape, v.shape], 4.0 * BACKWARD, q, k)
+    def backward(self, rows: FinalRows, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, ...]:
+        return self._zeros([rows.q.shape, k.shape, v.shape], 4.0 * BACKWARD, rows.q, k)
 
     def _zeros(self, shapes: Sequence[torch.Size], flops: float, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         """Return zeros of these shapes after the time of `flops` per entry."""
@@ -328,7 +326,6 @@ def setting_columns(setting: Setting, block_s: float, mbit: float | None, speed:
 
 
 def mode_columns(mode: str, seconds: Sequence[float], sent: int, predicted: float) -> dict[str, Any]:
-    """Return the columns of one mode."""
     times = {"seconds": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
     return {"mode": mode, "repeats": len(seconds), **times, "sent_bytes": sent, "predicted_s": predicted}
 

@@ -115,8 +115,6 @@ def step_modes(setting: Setting) -> list[Mode]:
 
 
 class Step:
-    """The training step of one mode."""
-
     def __init__(self, setting: Setting, mode: Mode, comm: Communicator, kernel: str, features: Tensor) -> None:
         assert setting.model is not None
         self.mode, self.comm, self.features = mode, comm, features
@@ -183,7 +181,6 @@ class StepBenchmark:
         self.features = frame.to(getattr(torch, setting.dtype)).requires_grad_()
 
     def run(self, repeats: int, links: Network | None) -> list[dict[str, Any]]:
-        """Return a row per mode."""
         setting, kernel, load = self.setting, self.calls.kernel, os.getloadavg()[0]
         with self.calls.emulated():
             block = self._block()
@@ -213,7 +210,6 @@ class StepBenchmark:
         return rows
 
     def _block(self) -> BlockTime:
-        """Return the seconds of one block's forward and backward, with all ranks computing at once."""
         none, n = modes(self.setting)[0], self.setting.ranks
         self.calls.once(none)
         runs = [self.calls.once(none) for _ in range(5)]

@@ -88,7 +88,6 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(family: str, images: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each part of each run."""
     sizes, words = (SMALL, 128) if args.wide else (HOST, 16)
     unpatched, patched = (subject(family, images, args.prompt or words, sizes).to(args.device) for _ in range(2))
     patch_model(patched.model, recompute_visual=not args.kept)

@@ -308,7 +308,6 @@ GPU_TABLES = {
 
 
 def _by_kernel(rows: Sequence[Row]) -> str:
-    """Return a table of shapes by kernel."""
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     lines = []
     for (shape,), found in groups(rows, "shape").items():
@@ -318,7 +317,6 @@ def _by_kernel(rows: Sequence[Row]) -> str:
 
 
 def _by_mode(rows: Sequence[Row]) -> str:
-    """Return a table of passes by mode."""
     lines = []
     for found in groups(rows, "model", "run", "frames", "text").values():
         line = dict(found[0])

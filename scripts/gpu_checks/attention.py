@@ -16,6 +16,7 @@ import torch
 from gpu_checks.common import Row, dtype_name, hidden_share, kernels_of, share_one_gpu
 from gpu_checks.kernels import FLOAT32, ROUNDED_PARTIALS, Problem, reference, sdpa_errors
 from harness import medians_ms
+from kernels import operands
 from torch import Tensor
 
 from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
@@ -116,16 +117,14 @@ class Reference:
         (heads, groups, dim), (half, tokens) = HEADS[device.type], LENGTHS[device.type]
         total, rows = 2 * ranks + 1, 2 * ranks * half
         keys = rows if kind == "causal" else total * tokens
-        g, on_host = torch.Generator(device).manual_seed(2), torch.Generator().manual_seed(2)
-        sizes = [(heads, rows), (groups, keys), (groups, keys), (heads, rows)]
-        where: dict[str, Any] = {"generator": g, "device": device, "dtype": dtype}
-        q, k, v, do = (torch.randn(1, h, s, dim, **where) for h, s in sizes)
+        generator = torch.Generator().manual_seed(2)
         frames, intervals = None, Intervals.causal(rows) if kind == "causal" else None
         if kind == "masked":  # rows without frames, of one rank's frames only, and of all frames
-            first = torch.randint(0, total, (1, rows), generator=on_host)
-            frames = first, (first + torch.randint(0, total, (1, rows), generator=on_host)).clamp(max=total)
+            first = torch.randint(0, total, (1, rows), generator=generator)
+            frames = first, (first + torch.randint(0, total, (1, rows), generator=generator)).clamp(max=total)
             intervals = Intervals(frames[0] * tokens, frames[1] * tokens, keys)
-        p = Problem(q, k, v, do, intervals)
+        sizes = 1, heads, groups, rows, keys, dim
+        p = Problem(*(x.detach() for x in operands(sizes, device, dtype)), intervals)
         theirs = {} if dtype == torch.float32 else sdpa_errors(p)
         return cls(p, reference(p), theirs, frames, tokens, total)
 
@@ -186,14 +185,11 @@ def overlap(name: str, comm: Communicator, device: torch.device) -> Row:
     subject = f"{name}, {rows} rows and {keys} keys a rank"
     if device.type == "cuda" and share_one_gpu(comm):
         return Row("overlap", subject, "not measured: the ranks share one GPU, and times and overlap mean nothing")
-    leaves = [
-        torch.randn(1, h, s, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for h, s in ((heads, rows), (groups, keys), (groups, keys))
-    ]
+    *leaves, do = operands((1, heads, groups, rows, keys, dim), device, torch.bfloat16)
 
     def step(on: bool) -> None:
         o = attend(*leaves, group=comm, overlap=on)
-        torch.autograd.grad(o, leaves, torch.ones_like(o))
+        torch.autograd.grad(o, leaves, do)
 
     runs = {"on": functools.partial(step, True), "off": functools.partial(step, False)}
     ms = medians_ms(runs, device.type, repeats=5)

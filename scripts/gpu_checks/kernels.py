@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from gpu_checks.common import FEW, Row, build, dtype_name, host_synchronisations, inputs, relative
+from kernels import measure_shape, operands  # of scripts/bench
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -117,18 +118,15 @@ def make(kind: str, dtype: torch.dtype, device: str, dim: int | None = None) -> 
     keys = rows if kind == "causal" else keys
     if kind.startswith("few rows"):  # of one item, for which kernels divide the keys
         batch, rows, keys = 1, rows // 16, 4 * keys
-    g, on_host = torch.Generator(device).manual_seed(0), torch.Generator().manual_seed(0)
-
-    def draw(h: int, s: int) -> Tensor:
-        return torch.randn(batch, h, s, dim, generator=g, device=device, dtype=dtype)
-
     intervals = Intervals.causal(rows) if kind == "causal" else None
     if kind.endswith("masked"):
-        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=on_host).sort(0).values
+        generator = torch.Generator().manual_seed(0)
+        low, high = torch.randint(0, keys + 1, (2, batch, rows), generator=generator).sort(0).values
         high[:, ::7] = 0
         low[:, 1::7], high[:, 1::7] = keys // 2, keys
         intervals = Intervals(low, high, keys)
-    return Problem(draw(heads, rows), draw(groups, keys), draw(groups, keys), draw(heads, rows), intervals)
+    sizes = batch, heads, groups, rows, keys, dim
+    return Problem(*(x.detach() for x in operands(sizes, device, dtype)), intervals)
 
 
 def errors_of(kernel: BlockKernel, p: Problem) -> tuple[dict[str, float], float]:
@@ -196,8 +194,6 @@ def sdpa_errors(p: Problem) -> dict[str, float]:
 
 def speed(name: str, shape: tuple[int, ...], device: str) -> Row:
     """Return the times of one shape in bf16 relative to PyTorch's attention, or why the kernel was not timed."""
-    from kernels import measure_shape  # of scripts/bench
-
     _, heads, groups, rows, keys, dim = shape
     subject = f"{name} H{heads} G{groups} S{rows} T{keys} D{dim}"
     try:

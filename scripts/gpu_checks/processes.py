@@ -32,7 +32,6 @@ class Ended:
 
     @property
     def problem(self) -> str | None:
-        """What went wrong, or None."""
         if self.status == 0:
             return None
         how = "was stopped" if self.status is None else f"ended with status {self.status}"

@@ -118,7 +118,6 @@ def processes_in(name: str) -> list[int]:
 
 
 def kill_processes(name: str) -> None:
-    """Kill the processes that run in a namespace."""
     for process in processes_in(name):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launch import ROOT
 from mllm_seqpar.cli.example import ExampleOptions, write_example
 from ranks import ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from launch import ROOT
 from mllm_seqpar.config import CHOICES
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TOP_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

@@ -15,10 +15,8 @@ import pytest
 
 import mllm_seqpar
 from import_graph import MODULES, files_in, imports_of, module_of, parsed, statements
-from launch import PYTHON
+from launch import PYTHON, ROOT
 from mllm_seqpar._compat import INTERNALS, MINIMUM
-
-ROOT = Path(__file__).resolve().parents[2]
 
 ORDER = (
     "errors _lazy_names _compat _logging _transfers digests fsdp_units schedules comm sharding config masks kernels "

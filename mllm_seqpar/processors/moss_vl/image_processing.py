@@ -1,13 +1,15 @@
 """The image processor of MOSS-VL as transformers' interface has it: images to patches and their grids."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_base import ImageProcessingMixin
 
+from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import SavedWithCode, auto_map
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
 from mllm_seqpar.processors.base import returned
@@ -37,13 +39,20 @@ class MossVLImageProcessor(SavedWithCode, ImageProcessingMixin):
 
     def __call__(self, images: Any, return_tensors: str | None = "pt", **options: Any) -> BatchFeature:
         """Return `pixel_values` (patches, values) and `image_grid_thw` (images, 3) of images, arrays, paths or URLs."""
-        chosen, stills = self.options.with_options(options), []
-        for number, image in enumerate(frame_list(images)):
-            stills.append(to_tensor(self.fetch_images(image) if isinstance(image, str) else image, number))
-        sizes = chosen.sizes([(int(x.shape[1]), int(x.shape[2])) for x in stills])
-        parts = [resized_patches(x[None], size, chosen)[0] for x, size in zip(stills, sizes, strict=True)]
-        data: Mapping[str, Any] = {
-            "pixel_values": torch.cat(parts),
-            "image_grid_thw": torch.tensor([[1, *chosen.grid(size)] for size in sizes]),
-        }
-        return returned(dict(data), return_tensors)
+        chosen = self.options.with_options(options)
+        patches, grids = zip(*self.encoded(frame_list(images), chosen), strict=True)
+        data: dict[str, Any] = {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+        return returned(data, return_tensors)
+
+    def encoded(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield the patches (n, values) of each image of a call, and its grid: 1, height and width in patches.
+
+        Raises:
+            DataError: an image that is not uint8, or too long for its width.
+        """
+        stills = [to_tensor(self.fetch_images(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
+        sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in stills])
+        for still, size in zip(stills, sizes, strict=True):
+            if still.dtype != torch.uint8:
+                raise DataError(f"an image is {still.dtype}; pass levels from 0 to 255 as uint8")
+            yield resized_patches(still[None], size, options)[0], [1, *options.grid(size)]

@@ -339,17 +339,10 @@ class MossVLProcessor(NativeProcessor):
         stills = flattened(None if images is None else frame_list(images), counts[IMAGE], IMAGE, "images")
         clips = [] if videos is None else clips_of(videos, of_videos, video_kwargs.get("video_metadata"))
         clips = flattened(clips, counts[VIDEO], VIDEO, "videos or segments", nested=False)
-        inputs = {IMAGE: self._stills(stills, of_images), VIDEO: _videos(clips, of_videos)}
+        encoded = self.image_processor.encoded(stills, of_images)
+        images = (MediumInputs(patches, grid, PLACEHOLDER) for patches, grid in encoded)
+        inputs: dict[str, Iterator[MediumInputs]] = {IMAGE: images, VIDEO: _videos(clips, of_videos)}
         return [[next(inputs[mark]) for mark in sample] for sample in marks]
-
-    def _stills(self, images: Sequence[Any], options: ImagePixelOptions) -> Iterator[MediumInputs]:
-        fetch = self.image_processor.fetch_images
-        pixels = [to_tensor(fetch(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
-        sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in pixels])
-        for image, size in zip(pixels, sizes, strict=True):
-            if image.dtype != torch.uint8:
-                raise DataError(f"an image is {image.dtype}; pass levels from 0 to 255 as uint8")
-            yield MediumInputs(resized_patches(image[None], size, options)[0], [1, *options.grid(size)], PLACEHOLDER)
 
     def blank(self) -> MediumInputs:
         """Return the image of a text without media: zeros, and no placeholder."""

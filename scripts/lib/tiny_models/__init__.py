@@ -135,15 +135,12 @@ class TinyCase:
     double: bool = False  # whether model and inputs are float64, for a gradient whose terms cancel
 
     def with_options(self, **options: Any) -> Self:
-        """Return the same case with these options of `patch_model` added."""
         return replace(self, options={**self.options, **options})
 
     def with_model(self, **overrides: Any) -> Self:
-        """Return the same case with these arguments of `tiny_model` added."""
         return replace(self, model={**self.model, **overrides})
 
     def model_overrides(self) -> dict[str, Any]:
-        """Return the arguments of `tiny_model`."""
         return dict(self.model)
 
     def real(self) -> Tensor | None:
@@ -172,7 +169,6 @@ class TinyCase:
         return {"labels": labels}
 
     def prepared(self, inputs: dict[str, Any], model: Any) -> dict[str, Any]:
-        """Apply `embeds` and `wants_grad` to the inputs."""
         if self.embeds:
             inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
         for name in self.wants_grad:

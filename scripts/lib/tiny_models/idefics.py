@@ -73,7 +73,6 @@ def image_mask(case: Case) -> Tensor:
 
 
 def inputs_of(case: Case, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(1)
     batch, images = len(case.frames), max(case.frames)
     additional = case.model.get("additional_vocab_size", 0)
@@ -98,12 +97,10 @@ def inputs_of(case: Case, model: nn.Module) -> dict[str, Any]:
 
 
 def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
-    """Return the same inputs for a rank that passes only its frame shard."""
     return frame_shard(inputs, {n: inputs[n].flatten(0, 1) for n in FRAME_INPUTS if n in inputs}, group, layout)
 
 
 def shard_units(model: Any) -> list[nn.Module]:
-    """Return decoder layers, cross-attention blocks and the layers of the vision tower."""
     inner = model.model
     return [*inner.layers, *inner.gated_cross_attn_layers, *inner.vision_model.encoder.layers]
 

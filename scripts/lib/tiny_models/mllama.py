@@ -70,12 +70,10 @@ class Case(TinyCase):
     mask: str = "processor"
 
     def model_overrides(self) -> dict[str, Any]:
-        """Return the arguments of `tiny_model`."""
         return dict(self.model) | ({"attn_implementation": "eager"} if self.mask == "none" else {})
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     samples, length, padded = len(case.frames), case.length, case.padding is not None
     ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)
@@ -147,7 +145,6 @@ def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "conti
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers and the layers of both vision encoders."""
     vision = model.model.vision_model
     return [*model.model.language_model.layers, *vision.transformer.layers, *vision.global_transformer.layers]
 

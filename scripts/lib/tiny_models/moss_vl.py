@@ -68,12 +68,10 @@ class Case(TinyCase):
 
 
 def frames_of(case: Case) -> list[int]:
-    """Return the number of frames of each sample."""
     return [sum((1, *medium)[-3] for medium in media) for media in case.frames]
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     samples, real = len(case.frames), case.real()
     ids = torch.randint(FIRST, LAST, (samples, case.length), generator=generator)
@@ -120,7 +118,6 @@ def with_blank_images(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def values_of(model: Any) -> int:
-    """Return the number of values of a patch."""
     return 3 * int(model.config.vision.patch_size) ** 2
 
 

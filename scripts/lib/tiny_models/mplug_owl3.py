@@ -36,14 +36,12 @@ def tiny_model(gate: str | None = "per_head", seed: int = 0, **overrides: Any) -
 
 
 def arguments_of(sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of `tiny_model` for these sizes."""
     layers = {"num_key_value_heads": sizes.kv_heads, "hyper_layers": [layer + 1 for layer in sizes.cross_layers]}
     tower = {"hidden_size": sizes.tower_width, "num_attention_heads": sizes.tower_heads}
     return sizes.text | layers | {"vision": sizes.tower | tower}
 
 
 def tiny_frames(count: int, seed: int = 0, size: int = IMAGE_SIZE) -> Tensor:
-    """Return random frames, (count, 3, size, size)."""
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 
@@ -70,7 +68,6 @@ class Case(TinyCase):
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     ids, real = tiny_text(*case.frames, length=case.length), case.real()
     inputs: dict[str, Any] = dict(case.arguments)
     if real is not None:
@@ -112,13 +109,11 @@ def media_offset(gate: str | None, ids: Tensor) -> Any:
 
 
 def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
-    """Return the same inputs for a rank that passes only its frame shard."""
     name = "pixel_values" if "pixel_values" in inputs else "image_embeds"
     return frame_shard(inputs, {name: inputs[name]}, group, layout)
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers and the layers of the vision tower."""
     return [*model.language_model.model.layers, *model.vision_model.encoder.layers]
 
 

@@ -169,7 +169,6 @@ class Case(TinyCase):
 
 
 def inputs_of(case: Case, model: Any = None) -> dict[str, Any]:
-    """Return the arguments of `Flamingo.forward`."""
     ids, real = text(*case.frames, length=case.length), case.real()
     if real is not None:
         ids.masked_fill_(~real, PAD)
@@ -179,7 +178,6 @@ def inputs_of(case: Case, model: Any = None) -> dict[str, Any]:
 
 
 def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "contiguous") -> dict[str, Any]:
-    """Return the same inputs for a rank that passes only its own media."""
     return frame_shard(inputs, {"vision_x": inputs["vision_x"].flatten(0, 1)}, group, layout)
 
 

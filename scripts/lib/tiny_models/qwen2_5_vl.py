@@ -62,7 +62,6 @@ class Case(TinyCase):
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     rows, real = [], case.real()
     for sample, media in enumerate(case.frames):
@@ -177,5 +176,4 @@ def local_frames(inputs: dict[str, Any], group: Any = None, layout: str = "conti
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers and the layers of the vision tower."""
     return [*model.model.language_model.layers, *model.model.visual.blocks]

@@ -46,6 +46,5 @@ class Case(VideoCase):
 
 
 def shard_units(model: Any) -> list[Any]:
-    """Return the decoder layers, the layers of the vision tower and its further mergers."""
     visual = model.model.visual
     return [*model.model.language_model.layers, *visual.blocks, *visual.deepstack_merger_list]

@@ -67,7 +67,6 @@ class Case(TinyCase):
 
 
 def inputs_of(case: Case, model: Any) -> dict[str, Any]:
-    """Return the arguments of the unpatched model's forward."""
     generator = torch.Generator().manual_seed(11)
     samples, length, most = len(case.frames), case.length, max(1, *case.frames)
     ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)

@@ -17,6 +17,7 @@ from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
+from mllm_seqpar.training.batches import BatchReader
 from tiny_models.mplug_owl3 import tiny_tokenizer
 
 NAMES = {"lang_x": "input_ids", "vision_x": "pixel_values"}
@@ -54,6 +55,12 @@ def test_batch_equals_that_of_fine_tuning(processor: Any, folder: Path) -> None:
     shaped = [x.unflatten(0, (len(examples), -1)) if chat_format.always_sharded else x for x in pictures]
     expected = chat_format.arguments(batch.text) | dict(zip(chat_format.frame_names, shaped, strict=True))
     assert_same(found, {NAMES.get(name, name): x for name, x in expected.items()})
+
+
+def test_words_alone_are_a_batch_of_fine_tuning(processor: Any, folder: Path) -> None:
+    words = [*CHATS].index("words alone")
+    batch = BatchReader(ChatDataset(folder / "train.jsonl", processor), "self", "self").read([words])
+    assert batch.frames == 0 < batch.targets and batch.samples == (words,) and "labels" in batch.arguments
 
 
 def test_media_may_be_in_columns_and_in_memory(processor: Any, folder: Path) -> None:

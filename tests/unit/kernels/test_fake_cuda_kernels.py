@@ -68,7 +68,7 @@ def run(kernel, *, heads=2, groups=2, rows=20, keys=70, dtype=torch.bfloat16, ca
     return True
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("cuda_flash", "cuda_efficient"), TORCH))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "cuda_efficient", TORCH))
 def test_operators_of_torch_accept_every_supported_block(name, monkeypatch):
     monkeypatch.setattr(torch_cuda.CudaKernel, "mask_keys", 128)
     kernel = kernel_by_name(name)

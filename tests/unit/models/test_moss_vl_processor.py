@@ -269,3 +269,5 @@ class TestFiles:
 def test_pil_images_and_arrays_give_the_same_patches() -> None:
     array, images = picture(40, 70), MossVLImageProcessor()
     assert torch.equal(images([array])["pixel_values"], images([Image.fromarray(array)])["pixel_values"])
+    with pytest.raises(DataError, match="an image is torch.float64; pass levels from 0 to 255 as uint8"):
+        images([array / 255])

@@ -2,18 +2,18 @@
 
 import importlib.util
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
+from launch import ROOT
 from memory_meters import SavedBytes, peak_memory
 from mllm_seqpar.planner.call_cost import ParallelSpec
 from mllm_seqpar.planner.memory import saved_for_backward as saved_by_formula
 from mllm_seqpar.planner.workload import Workload
 
 MIB = 2**20
-ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+ROWS = ROOT / "docs" / "benchmarks"
 
 
 def test_saved_and_peak_bytes_of_known_tensors() -> None:

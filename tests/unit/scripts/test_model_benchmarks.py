@@ -2,11 +2,12 @@
 
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+from launch import ROOT
+
+ROWS = ROOT / "docs" / "benchmarks"
 
 
 @pytest.fixture

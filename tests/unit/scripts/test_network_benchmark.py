@@ -2,16 +2,16 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import namespaces
+from launch import ROOT
 from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.loopback import run_loopback
 
 SMALL = {"ranks": 2, "rows": 16, "keys": 64, "heads": 4, "kv_heads": 2, "dim": 32, "block_s": 0.005}
-ROWS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+ROWS = ROOT / "docs" / "benchmarks"
 
 
 def test_settings_keep_proportions_of_paper(script) -> None:

@@ -9,6 +9,7 @@ from statistics import median
 import pytest
 import torch
 
+from launch import ROOT
 from mllm_seqpar.__main__ import main
 
 
@@ -89,7 +90,7 @@ def test_figures_are_those_of_the_paper(script) -> None:
     assert script("paper_tables").read_table("table4")[0].seconds == {"ring": 42.41, "lv-xattn": 1.42}
 
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = ROOT / "docs"
 
 
 def test_page_has_the_tables_of_rows_or_says_that_there_are_none(script, tmp_path: Path, monkeypatch) -> None:

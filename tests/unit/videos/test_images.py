@@ -67,9 +67,18 @@ def test_an_orientation_that_is_no_number_is_ignored(tmp_path: Path, exif: bytes
     assert pixels(tmp_path / "a.jpg").shape == SCENE.shape
 
 
-def write_pgm(path: Path, top: int) -> None:
-    values = np.round(RAMP * top).astype(">u2" if top > 255 else np.uint8)
-    path.write_bytes(b"P5\n16 16\n%d\n" % top + values.tobytes())
+def ramp(top: float, kind: Any) -> np.ndarray:
+    """Return the ramp from 0 to `top`, rounded if it is of integers."""
+    return (RAMP * top if np.issubdtype(kind, np.floating) else np.round(RAMP * top)).astype(kind)
+
+
+def pillow(top: float, kind: Any, **options: Any) -> Callable[[Path], Any]:
+    return lambda path: Image.fromarray(ramp(top, kind)).save(path, **options)
+
+
+def pgm(top: int) -> Callable[[Path], Any]:
+    values = ramp(top, ">u2" if top > 255 else np.uint8)
+    return lambda path: path.write_bytes(b"P5\n16 16\n%d\n" % top + values.tobytes())
 
 
 def write_tiff(path: Path, values: np.ndarray, bits: int, sample_format: int = 1, zero_is_white: bool = False) -> None:
@@ -83,37 +92,31 @@ def write_tiff(path: Path, values: np.ndarray, bits: int, sample_format: int = 1
 
 
 def packed_12_bits(values: np.ndarray) -> np.ndarray:
-    pairs = values.reshape(-1, 2).astype(np.uint16)
-    return np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], 1).astype(
-        np.uint8
-    )
+    first, second = values.reshape(-1, 2).T
+    return np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 1).astype(np.uint8)
 
 
 DEEP: dict[str, Callable[[Path], Any]] = {
-    "8.pgm": lambda path: write_pgm(path, 255),
-    "12.pgm": lambda path: write_pgm(path, 4095),
-    "16.pgm": lambda path: write_pgm(path, 65535),
-    "16.png": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(path),
-    "16.tif": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(path),
-    "16_deflate.tif": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(
-        path, compression="tiff_adobe_deflate"
-    ),
-    "16_zero_is_white.tif": lambda path: write_tiff(
-        path, ((1 - RAMP) * 65535).round().astype("<u2"), 16, zero_is_white=True
-    ),
-    "12.tif": lambda path: write_tiff(path, packed_12_bits((RAMP * 4095).round()), 12),
-    "16_signed.tif": lambda path: write_tiff(path, (RAMP * 32767).round().astype("<i2"), 16, 2),
-    "32.tif": lambda path: Image.fromarray((RAMP * 2_000_000_000).round().astype(np.int32)).save(path),
-    "32_unsigned.tif": lambda path: write_tiff(path, (RAMP * 4_294_967_295).round().astype("<u4"), 32),
-    "32_small.tif": lambda path: Image.fromarray((RAMP * 255).round().astype(np.int32)).save(path),
-    "32_of_16.tif": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.int32)).save(path),
-    "float_of_1.tif": lambda path: Image.fromarray(RAMP.astype(np.float32)).save(path),
-    "float_of_255.tif": lambda path: Image.fromarray((RAMP * 255).astype(np.float32)).save(path),
-    "float_of_65535.tif": lambda path: Image.fromarray((RAMP * 65535).astype(np.float32)).save(path),
-    "float_signed.tif": lambda path: Image.fromarray((RAMP * 2 - 1).astype(np.float32)).save(path),
-    "float_large.tif": lambda path: Image.fromarray((RAMP * 1e9).astype(np.float32)).save(path),
-    "float.pfm": lambda path: path.write_bytes(b"Pf\n16 16\n-1.0\n" + RAMP[::-1].astype("<f4").tobytes()),
-    "16.jp2": lambda path: Image.fromarray((RAMP * 65535).round().astype(np.uint16)).save(path),
+    "8.pgm": pgm(255),
+    "12.pgm": pgm(4095),
+    "16.pgm": pgm(65535),
+    "16.png": pillow(65535, np.uint16),
+    "16.tif": pillow(65535, np.uint16),
+    "16_deflate.tif": pillow(65535, np.uint16, compression="tiff_adobe_deflate"),
+    "16_zero_is_white.tif": lambda path: write_tiff(path, 65535 - ramp(65535, "<u2"), 16, zero_is_white=True),
+    "12.tif": lambda path: write_tiff(path, packed_12_bits(ramp(4095, np.uint16)), 12),
+    "16_signed.tif": lambda path: write_tiff(path, ramp(32767, "<i2"), 16, 2),
+    "32.tif": pillow(2_000_000_000, np.int32),
+    "32_unsigned.tif": lambda path: write_tiff(path, ramp(4_294_967_295, "<u4"), 32),
+    "32_small.tif": pillow(255, np.int32),
+    "32_of_16.tif": pillow(65535, np.int32),
+    "float_of_1.tif": pillow(1, np.float32),
+    "float_of_255.tif": pillow(255, np.float32),
+    "float_of_65535.tif": pillow(65535, np.float32),
+    "float_signed.tif": lambda path: Image.fromarray(ramp(2, np.float32) - 1).save(path),
+    "float_large.tif": pillow(1e9, np.float32),
+    "float.pfm": lambda path: path.write_bytes(b"Pf\n16 16\n-1.0\n" + ramp(1, "<f4")[::-1].tobytes()),
+    "16.jp2": pillow(65535, np.uint16),
 }
 
 

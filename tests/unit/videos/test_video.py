@@ -280,32 +280,24 @@ def concealed(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("broken", "plan_of", "options", "readable", "bounds", "message"),
+    ("broken", "plan_of", "frames", "readable", "first", "message"),
     [
-        (
-            cut_at(0.6),
-            probe,
-            {"num_frames": 20},
-            11,
-            (),
-            r"frame 1[12] of 20 planned \(at [67]\.\d+ s\) cannot be deco",
-        ),
-        (cut_at(0.6), probe, {"num_frames": 20}, 11, (19, 20), "frame 19 of 20 planned"),
-        # It is not padded with the last frame.
-        (cut_between_frames, probe, {"num_frames": 20}, 11, (15, 20), "cannot be decoded"),
-        (concealed, scan, {}, 0, (), "is damaged"),
+        (cut_at(0.6), probe, 20, 11, 0, r"frame 1[12] of 20 planned \(at [67]\.\d+ s\) cannot be deco"),
+        (cut_at(0.6), probe, 20, 11, 19, "frame 19 of 20 planned"),
+        (cut_between_frames, probe, 20, 11, 15, "cannot be decoded"),  # not padded with the last frame
+        (concealed, scan, None, 0, 0, "is damaged"),
     ],
 )
 def test_lost_frames_of_a_broken_file_are_named(
-    long_clip: Path, tmp_path: Path, broken: Any, plan_of: Any, options: Any, readable: int, bounds: Any, message: str
+    long_clip: Path, tmp_path: Path, broken: Any, plan_of: Any, frames: Any, readable: int, first: int, message: str
 ) -> None:
     path = tmp_path / "cut.mp4"
     path.write_bytes(broken(long_clip))
-    plan = plan_frames(plan_of(path), **options)
-    assert len(plan) == options.get("num_frames", len(plan))  # the index is complete
+    plan = plan_frames(plan_of(path), num_frames=frames)
+    assert len(plan) == (frames or len(plan))  # the index is complete
     assert len(list(read_frames(plan, 0, readable, batch=1))) == readable
     with pytest.raises(VideoError, match=rf"cut\.mp4: .*{message}"):
-        read(plan, *bounds)
+        read(plan, first)
 
 
 def test_size_and_batches(clips: Path) -> None:

@@ -1,26 +1,14 @@
 """Layer: pure Python. The figures and tables of docs/ show what the schedules are today."""
 
-import importlib
 import re
-import sys
 import xml.etree.ElementTree
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from launch import ROOT
+
 DOCS = ROOT / "docs"
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module scripts/docs/figures.py; `sent` can be imported beside it."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
-    yield importlib.import_module("figures")
-    for name in ("figures", "sent"):
-        sys.modules.pop(name, None)
 
 
 def texts(path: Path) -> list[str]:
@@ -32,7 +20,8 @@ def pages() -> str:
     return " ".join(path.read_text() for path in DOCS.rglob("*.md"))
 
 
-def test_figures_show_the_schedules_of_today(figures: ModuleType) -> None:
+def test_figures_show_the_schedules_of_today(script) -> None:
+    figures = script("figures")
     for name, make in figures.FIGURES.items():
         path, data = DOCS / "figures" / f"{name}.svg", make()
         assert path.read_text() == figures.draw(data), f"docs/figures/{name}.svg: run python scripts/docs/figures.py"
@@ -48,16 +37,14 @@ def test_every_figure_is_shown_on_a_page() -> None:
     assert not [file for file in files if not re.search(rf"\]\([^)\s]*{file.parent.name}/{file.name}\)", text)]
 
 
-def test_tables_of_bytes_sent_are_those_of_the_formulas(figures: ModuleType) -> None:
-    sent, text = importlib.import_module("sent"), pages()
+def test_tables_of_bytes_sent_are_those_of_the_formulas(script) -> None:
+    sent, text = script("sent"), pages()
     for case in sent.CASES:
         assert sent.table(case) in text, f"the table {case} has changed: run python scripts/docs/sent.py"
 
 
-def test_site_links_to_the_repository_by_its_web_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
-    hooks = importlib.import_module("mkdocs_hooks")
-    sys.modules.pop("mkdocs_hooks")
+def test_site_links_to_the_repository_by_its_web_address(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = script("mkdocs_hooks")
     expected = "https://example.org/user/name"
     for remote in (
         "https://example.org/user/name.git",
