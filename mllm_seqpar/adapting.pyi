@@ -26,6 +26,7 @@ from mllm_seqpar.chunked_mlp import run_in_chunks as run_in_chunks
 from mllm_seqpar.comm import Communicator as Communicator
 from mllm_seqpar.comm.autograd import gather_shards as gather_shards
 from mllm_seqpar.digests import sampled_bits as sampled_bits
+from mllm_seqpar.errors import IMAGE_DIMS as IMAGE_DIMS
 from mllm_seqpar.errors import AdapterError as AdapterError
 from mllm_seqpar.errors import ConfigError as ConfigError
 from mllm_seqpar.errors import DataError as DataError

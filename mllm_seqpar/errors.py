@@ -57,6 +57,10 @@ class DivergedError(RuntimeError):
     """An error of one rank while the other ranks wait for it in a collective; the ranks cannot agree on it."""
 
 
+IMAGE_DIMS: dict[str, int | None] = {"channels": None, "height": None, "width": None}
+"""The last dimensions of pixels, for `require_shape`."""
+
+
 def require_shape(name: str, shape: abc.Sequence[int] | None, note: str = "", **dims: int | None) -> None:
     """Raise ShapeError unless a tensor has these dimensions in this order; None is one of any size.
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mllm_seqpar.adapting import (
+    IMAGE_DIMS,
     MULTIMODAL_OUTPUT,
     AdapterError,
     ConfigError,
@@ -145,8 +146,7 @@ class MllamaInputs(ForwardInputs):
             require_shape("cross_attention_states", shape, **by_tiles, patches=patches, width=self.width)
         else:
             note, images = ", the images of all samples one after another", shape[0]
-            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
-            require_shape("pixel_values", shape, note, images=None, tiles=self.tiles, **sides)
+            require_shape("pixel_values", shape, note, images=None, tiles=self.tiles, **IMAGE_DIMS)
             ids, tiles = (None if x is None else x.shape for x in self.extras)
             require_shape("aspect_ratio_ids", ids, note, images=images)
             require_shape("aspect_ratio_mask", tiles, note, images=images, tiles=self.tiles)

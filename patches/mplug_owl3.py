@@ -106,8 +106,11 @@ class LayoutFamily(Family[Any]):
     """
 
     frame_layout = "zigzag"
-    placeholder_attends = True
-    """Whether a placeholder attends to its own frame."""
+
+    @property
+    def placeholder_attends(self) -> bool:
+        """Whether a placeholder attends to its own frame."""
+        return True
 
     def check_new_frames(self, inputs: Any) -> None:
         _ = inputs.layout  # raises if the frames do not fit the text
@@ -140,8 +143,8 @@ class MPlugOwl3Family(LayoutFamily):
     frame_arguments = ("pixel_values", "image_embeds")
 
     @property
-    def placeholder_attends(self) -> bool:  # type: ignore[override]
-        return self.model.config.gate is None
+    def placeholder_attends(self) -> bool:
+        return bool(self.model.config.gate is None)
 
     @classmethod
     def check(cls, model: Any, context: SeqParContext) -> None:

@@ -34,6 +34,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar.adapting import (
+    IMAGE_DIMS,
     AdapterError,
     Communicator,
     CrossAttentionShape,
@@ -246,8 +247,7 @@ class OpenFlamingoFamily(Family[MediaInputs]):
             )
         if media.pixels is not media.features:
             note = ", the media of all samples one after another, one frame to a medium"
-            sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
-            require_shape("vision_x", media.pixels.shape, note, media=None, frames=1, **sides)
+            require_shape("vision_x", media.pixels.shape, note, media=None, frames=1, **IMAGE_DIMS)
         if media.total == 0 or media.total % media.samples:
             raise ShapeError(
                 f"vision_x: {media.total} media for {media.samples} samples; OpenFlamingo takes the same number for "

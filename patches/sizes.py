@@ -63,8 +63,8 @@ def _patches(tower: dict[str, Any]) -> int:
 
 
 def mplug_owl3(config: dict[str, Any], name: str) -> ModelSizes:
-    given = config.get("vision_config")
-    tower = _SO400M if given is None else _CLIP | {"patch_size": 16} | given
+    fields = config.get("vision_config")
+    tower = _SO400M if fields is None else _CLIP | {"patch_size": 16} | fields
     text, patches = _text(config), _patches(tower)
     vision = _tower(tower, tokens=patches, keys=patches)
     return ModelSizes(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mllm_seqpar.attention import decode_attention, lv_xattn, mesh_attention, ring_attention, ulysses_attention
 from mllm_seqpar.comm import Communicator
+from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.masks import FrameMask
 
 
@@ -62,8 +63,4 @@ def odd_one_out(comm: Communicator, what: str) -> Any:
 
 
 def caught(comm: Communicator, what: str) -> Exception:
-    try:
-        odd_one_out(comm, what)
-    except Exception as error:  # noqa: BLE001 - the test looks at what it is
-        return error
-    return AssertionError("nothing was raised")
+    return attempt(lambda: odd_one_out(comm, what))[1] or AssertionError("nothing was raised")

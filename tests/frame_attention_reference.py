@@ -114,20 +114,22 @@ def _owl(model: Any, inputs: dict[str, Any], answer: Tensor) -> Layers:
     layers: Layers = []
     attentions = [model.language_model.model.layers[number - 1].self_attn for number in model.config.hyper_layers]
     for attention in attentions:
-        project, visual_states = attention.project, attention._visual_states
+        project, visual_projection = attention.project, attention.visual_projection
 
         def text(*args: Any, a: Any = attention, unpatched: Any = project) -> Any:
             q, k, v = unpatched(*args)
             a.seen = [q[0], k[0] if a.fused else None]
             return q, k, v
 
-        def visual(*args: Any, a: Any = attention, unpatched: Any = visual_states) -> Any:
-            states = unpatched(*args)
-            ((k, _),) = states  # of one pass
-            a.seen.append(k[0])
-            return states
+        def visual(norm: Any, a: Any = attention, unpatched: Any = visual_projection) -> Any:
+            def keys_values(*args: Any) -> Any:
+                k, v = unpatched(norm)(*args)
+                a.seen.append(k[0])
+                return k, v
 
-        attention.project, attention._visual_states = text, visual
+            return keys_values
+
+        attention.project, attention.visual_projection = text, visual
     ids = torch.cat([inputs["input_ids"], answer[None]], 1)
     with torch.no_grad():
         model(**inputs | {"input_ids": ids}, use_cache=False)

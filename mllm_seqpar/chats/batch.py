@@ -4,6 +4,8 @@ Before any frame is decoded, every rank has the number of frames of a micro-batc
 flat list in the order of the placeholders in the text. A rank decodes its range of that list.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -75,6 +77,11 @@ class ChatBatch:
     samples: tuple[int, ...] = ()
     shard: FrameShard | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def chat(self) -> ChatBatch:
+        """The batch itself, by the name that it had in a `MicroBatch`."""
+        return self
 
     @property
     def frames(self) -> int:

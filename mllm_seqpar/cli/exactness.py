@@ -38,8 +38,8 @@ def attention_errors(comm: Communicator, device: torch.device, dtype: torch.dtyp
     all_k, all_v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
     o = torch.softmax(leaves[0] @ all_k.mT * DIM**-0.5, -1) @ all_v
     exact = o.detach(), *torch.autograd.grad(o, leaves, do.double())
-    own = frame_range(frames, comm)
-    rows, keys = slice(ROWS * comm.rank, ROWS * (comm.rank + 1)), slice(own.start * TOKENS, own.stop * TOKENS)
+    span = frame_range(frames, comm)
+    rows, keys = slice(ROWS * comm.rank, ROWS * (comm.rank + 1)), slice(span.start * TOKENS, span.stop * TOKENS)
     for name, attend in (("lv-xattn", lv_xattn), ("ring", ring_attention)):
         leaves = [x[:, :, part].detach().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
         o = attend(*leaves, group=comm)
@@ -79,8 +79,8 @@ def relative(x: Tensor, exact: Tensor) -> float:
 
 def _largest(comm: Communicator, errors: list[float]) -> float:
     """Return the largest error of all ranks; infinity if one is not a number."""
-    own = max(error if error == error else float("inf") for error in errors)
-    return max(map(float, comm.gather_texts(str(own))))
+    largest = max(error if error == error else float("inf") for error in errors)
+    return max(map(float, comm.gather_texts(str(largest))))
 
 
 def _with_cross_attention(frames: int) -> tuple[Any, dict[str, Tensor]]:

@@ -23,8 +23,8 @@ def stream_descriptor(path: str | os.PathLike[str]) -> int | None:
     Opening such a name for writing truncates the file that the stream is redirected to. Write to the descriptor.
     """
     name = os.fspath(path)
-    found = _STREAM.fullmatch(name)
-    return int(found[1] or found[2]) if found else _STREAMS.get(name)
+    match = _STREAM.fullmatch(name)
+    return int(match[1] or match[2]) if match else _STREAMS.get(name)
 
 
 def require_writable(option: str, path: str | os.PathLike[str]) -> None:

@@ -60,17 +60,14 @@ def accuracy_table(lines: Sequence[Mapping[str, Any]]) -> str:
     scored = [line for line in lines if "correct" in line]
     if not scored:
         return "accuracy: no question has a correct answer to compare with"
-    rows = [("accuracy", "", _accuracy(scored))]
-    for name in dict.fromkeys(key for line in scored for key in line.get("categories", ())):
-        values = dict.fromkeys(line["categories"][name] for line in scored if name in line.get("categories", ()))
-        rows += [
-            (name, value, _accuracy([line for line in scored if line.get("categories", {}).get(name) == value]))
-            for value in sorted(values)
-        ]
+    groups: dict[tuple[str, str], list[bool]] = {}
+    for line in scored:
+        for group in (("accuracy", ""), *line.get("categories", {}).items()):
+            groups.setdefault(group, []).append(line["correct"])
+    names = list(dict.fromkeys(name for name, _ in groups))
+    rows = [
+        (name, value, f"{sum(correct) / len(correct):7.2%} ({sum(correct)} of {len(correct)})")
+        for (name, value), correct in sorted(groups.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {score}" for name, value, score in rows)
-
-
-def _accuracy(lines: Sequence[Mapping[str, Any]]) -> str:
-    correct = sum(line["correct"] for line in lines)
-    return f"{correct / len(lines):7.2%} ({correct} of {len(lines)})"

@@ -131,10 +131,8 @@ class Engine:
         if opened is None:
             yield from [fault] * max(1, len(jobs))
             return
-        limits = [job.sampling.max_new_tokens for job in jobs]
-        prompts = [
-            self.settled(partial(opened.prompt, job.messages, limit)) for job, limit in zip(jobs, limits, strict=True)
-        ]
+        written = [partial(opened.prompt, job.messages, job.sampling.max_new_tokens) for job in jobs]
+        prompts = [*map(self.settled, written)]
         refused = [why for _, why in prompts if why is not None]
         if together and refused:
             fault = refused[0]
@@ -173,8 +171,8 @@ class Engine:
         A conversation of text alone is continued by text alone.
         """
         for stop in range(len(media), 0, -1):
-            found = self._conversations.get(media[:stop])
-            if found is not None and (stop == len(media) or found.can_follow):
+            conversation = self._conversations.get(media[:stop])
+            if conversation is not None and (stop == len(media) or conversation.can_follow):
                 return media[:stop]
         return ()
 

@@ -145,11 +145,6 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_empty(q: Tensor, k: Tensor) -> bool:
-    """Return True for a block without rows or keys. No kernel needs to run for it, and some would fail."""
-    return q.numel() == 0 or k.numel() == 0
-
-
 def empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of rows that attend to nothing: zeros (B, H, S, D) and -inf (B, H, S)."""
     dtype = torch.promote_types(q.dtype, torch.float32)  # `accumulator`, without a call

@@ -40,7 +40,7 @@ class BlockedMatmulKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> tuple[Tensor, Tensor]:
         o, lse = base.empty_forward(q)
-        if base.is_empty(q, k):
+        if not (q.numel() and k.numel()):
             return o, lse
         for rows in _row_chunks(q, intervals):
             o_rows, lse_rows = _RowChunk(q, k, rows, scale, intervals).attend(k, v)
@@ -53,7 +53,7 @@ class BlockedMatmulKernel:
     ) -> base.Gradients:
         q, _, lse, do, delta = rows.with_delta()
         dq, dk, dv = base.empty_backward(q, k, v)
-        if base.is_empty(q, k):
+        if not (q.numel() and k.numel()):
             return dq, dk, dv
         assert delta is not None
         groups, dtype = k.shape[1], _matmul_dtype(q)

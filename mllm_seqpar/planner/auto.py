@@ -150,7 +150,7 @@ def selector_for(config: SeqParConfig, comm: Communicator) -> ClusterSelector:
     """
     path, cluster = config.cluster, None
     if path is not None:
-        cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda found: {"cluster": found})
+        cluster = agree(comm, "patch_model(cluster=...)", lambda: read_cluster(path), lambda file: {"cluster": file})
         cluster.check_ranks(comm.size)
         if cluster.kernels is None and not config.selects_strategies:
             raise ConfigError(

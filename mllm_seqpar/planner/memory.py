@@ -173,12 +173,12 @@ def saved_for_backward(workload: Workload, spec: ParallelSpec) -> int:
     # The results that recomputation keeps: o, with head sharding by heads and by rows, and the log-sum-exp of each
     # call. Text and frames share a call unless the layer has two outputs.
     local = workload.self_attention == "local"  # torch's own attention
-    kept: list[tuple[str, LayerSizes, bool]] = []
+    calls: list[tuple[str, LayerSizes, bool]] = []
     if not local:
-        kept.append(("self-attention", text, workload.self_attention == "ulysses"))
+        calls.append(("self-attention", text, workload.self_attention == "ulysses"))
     if local or cross.own_queries or cross.gate == "per_head":
-        kept.append(("cross-attention", cross, spec.head_degree > 1))
-    for part, sizes, sharded in kept:
+        calls.append(("cross-attention", cross, spec.head_degree > 1))
+    for part, sizes, sharded in calls:
         problem, row = workload.problem(part), sizes.head_dim * element * (2 if sharded else 1) + LSE_BYTES
         saved += sizes.layers * problem.batch * problem.rows * sizes.heads * row
     return saved

@@ -99,7 +99,7 @@ def make_plan(workload: Workload, cluster: Cluster, strategies: Sequence[str] = 
     by_strategy: dict[str, list[Candidate]] = {}
     for candidate in attention_selection(workload, cluster, workload.compared, possible).candidates:
         by_strategy.setdefault(candidate.spec.strategy, []).append(candidate)
-    rows = [_strategy_plan(workload, cluster, found, text) for found in by_strategy.values()]
+    rows = [_strategy_plan(workload, cluster, candidates, text) for candidates in by_strategy.values()]
     rows.sort(key=lambda row: (not row.fits, row.seconds, _ORDER.index(row.spec.strategy)))
     reasons = {
         "mesh": f"{workload.gpus} GPUs have no tile (a, b) except (n, 1) and (1, n)",

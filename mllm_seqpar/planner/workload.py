@@ -178,8 +178,8 @@ class Workload(Description):
         vision, frames = self.model.vision, self.local_frames
         if self.frame_tokens is None:
             return value(vision.tokens) * min(frames, at_once or frames)
-        by_rank = (sorted(own * self.batch, reverse=True)[:at_once] for own in self._tokens_by_rank)
-        return max(sum(value((count - vision.separators) * vision.merged) for count in own) for own in by_rank)
+        by_rank = (sorted(counts * self.batch, reverse=True)[:at_once] for counts in self._tokens_by_rank)
+        return max(sum(value((count - vision.separators) * vision.merged) for count in counts) for counts in by_rank)
 
     @property
     def features_bytes(self) -> int:

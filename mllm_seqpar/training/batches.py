@@ -51,6 +51,9 @@ _READ_AHEAD = 8
 _LOADERS = 4
 """The largest number of threads that decode micro-batches; each of them uses `--decode_threads` threads."""
 
+MicroBatch = ChatBatch
+"""The earlier name of what `BatchReader` yields."""
+
 _Begun = tuple[tuple[int, ...], Future[ChatBatch]]
 """Samples that other threads read, and what they make of them."""
 

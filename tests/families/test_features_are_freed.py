@@ -12,6 +12,7 @@ from family_cases import BATCHES, CROSS_ATTENTION
 from family_harness import family_module, forward, inputs_of, model_of, slow_unless
 from mllm_seqpar import patch_model
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.runtime.offload import HostFeatures
 from mllm_seqpar.runtime.visual_features import VisualFeatures
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,14 +36,19 @@ def test_nothing_holds_the_features_after_backward(
     """The caller keeps the whole output, as loops do that log the loss at the end of a step."""
     family_module(family)
     memory: list[StorageWeakRef] = []
-    check = VisualFeatures.__post_init__
 
-    def watched(visual: VisualFeatures) -> None:
-        check(visual)
-        if visual.features.numel():
-            memory.append(StorageWeakRef(visual.features.untyped_storage()))
+    def watch(kind: type[VisualFeatures]) -> None:
+        make = kind.__init__
 
-    monkeypatch.setattr(VisualFeatures, "__post_init__", watched)
+        def watched(visual: VisualFeatures, *args: Any, **kwargs: Any) -> None:
+            make(visual, *args, **kwargs)
+            if visual.features.numel():
+                memory.append(StorageWeakRef(visual.features.untyped_storage()))
+
+        monkeypatch.setattr(kind, "__init__", watched)
+
+    watch(VisualFeatures)
+    watch(HostFeatures)
 
     def step(comm: Communicator) -> tuple[Any, Any]:
         model = model_of(family, BATCHES[family]).train()

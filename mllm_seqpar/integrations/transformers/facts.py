@@ -72,13 +72,13 @@ class ModelFacts(ABC, Generic[InputsT]):
 
     def text_attention(self) -> Iterable[nn.Module]:
         """Return the self-attention of the text, which uses transformers' attention interface."""
-        found = [layer.self_attn for layer in self.decoder.layers if hasattr(layer, "self_attn")]
-        if not found:
+        modules = [layer.self_attn for layer in self.decoder.layers if hasattr(layer, "self_attn")]
+        if not modules:
             raise AdapterError(
                 f"{type(self).__name__}: no layer of {type(self.decoder).__name__} has a self_attn, so nothing would "
                 "attend to the text of the other ranks; return the attention modules in text_attention"
             )
-        return found
+        return modules
 
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
         """Return the modules that attend to frames, each with its `forward(module, ..., seqpar=state)`."""

@@ -104,7 +104,7 @@ class Pass:
         cache: the transformers cache to continue or to fill; None for a pass without one.
         cache_state: what the patched model stores with the cache.
         attended: the frames that rows attend to; None without any, and in decoder-only models.
-        own_frames: the number of frames that this rank encodes in this pass.
+        tower: the vision tower, in a pass that encodes frames or that other ranks encode frames in.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Pass:
         self.cache = inputs.cache
         self.cache_state: SequenceParallelCacheState | None = None
         self.attended: AttendedFrames | None = None
-        self.own_frames = 0
+        self.tower: Tower | None = None
 
     def run(self) -> Any:
         """Run the pass, and return what the model's `forward` returns."""
@@ -261,7 +261,7 @@ class Pass:
         if encoded is not None:
             self.inputs = encoded
             family.check_new_frames(encoded)
-            tower = self._new_tower()
+            tower = self.tower = Tower(family, encoded)
             features = tower.features()
             if features is None:
                 return None
@@ -284,12 +284,6 @@ class Pass:
             parts = zip(views, cached.parts, strict=True)
             mask = FrameMask.joined([family.visibility(view, part.own_units, tokens) for view, part in parts])
         return AttendedFrames(source, mask, family.row_facts(inputs, mask), features)
-
-    def _new_tower(self) -> Tower:
-        """Return the vision tower in this pass, once it is known whether frames follow those of the cache."""
-        tower = Tower(self.family, self.inputs)
-        self.own_frames = span_length(tower.own) if self.inputs.total_frames else 0
-        return tower
 
     def _encoded_inputs(self, state: SequenceParallelCacheState) -> ForwardInputs | None:
         """Return the inputs of a pass with a cache if it encodes frames: a prompt does, for FSDP also without any.
@@ -332,7 +326,9 @@ class Pass:
         family, inputs, comm, past = self.family, self.inputs, self.comm, self.inputs.past_length
         if self.cache_state is not None and past and not inputs.total_frames:
             return [None] * len(parts)
-        layout, embeddings = family.visual_token_layout(inputs), self._new_tower().embeddings()
+        layout = family.visual_token_layout(inputs)
+        self.tower = Tower(family, inputs)
+        embeddings = self.tower.embeddings()
         if (state := self.cache_state) is not None and layout.tokens.total:
             tokens = layout.tokens
             if past:
@@ -408,7 +404,8 @@ class Pass:
                 tokens, positions = tokens[:, rows.start :], positions[..., rows.start :]
         else:
             own_tokens = text.local if state.shards_text else inputs.length
-            self.context.count_shards((own_tokens, inputs.length), (self.own_frames, inputs.total_frames))
+            own_frames = span_length(self.tower.own) if self.tower is not None and inputs.total_frames else 0
+            self.context.count_shards((own_tokens, inputs.length), (own_frames, inputs.total_frames))
             # Without sharding, every rank computes all tokens, with the same dropout masks. The vision tower may have
             # drawn other random numbers on each rank.
             if not state.shards_text and family.model.training:

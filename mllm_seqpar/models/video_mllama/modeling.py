@@ -38,7 +38,7 @@ from transformers.models.mllama.modeling_mllama import (
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
-from mllm_seqpar.errors import ShapeError, require_shape
+from mllm_seqpar.errors import IMAGE_DIMS, ShapeError, require_shape
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.loading import load_clean
 from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, shifted, summed_cross_entropy
@@ -158,9 +158,8 @@ class VideoMllamaVisionModel(MllamaVisionModel):
         self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor | None = None, **kwargs: Any
     ) -> BaseModelOutput:
         """Encode frames (B, F, 1, 3, H, W) with aspect ratio ids (B, F) to (B, F, 1, patches + 1, width)."""
-        sides: dict[str, int | None] = {"channels": None, "height": None, "width": None}
         note = ", one tile to a frame: set max_image_tiles=1 in the image processor"
-        require_shape("pixel_values", pixel_values.shape, note, batch=None, frames=None, tiles=1, **sides)
+        require_shape("pixel_values", pixel_values.shape, note, batch=None, frames=None, tiles=1, **IMAGE_DIMS)
         batch, frames = pixel_values.shape[:2]
         ids, weight = aspect_ratio_ids.flatten(), self.patch_embedding.weight
 

@@ -44,7 +44,7 @@ def number_of_groups() -> int:
     return len(distributed_c10d._world.pg_names)
 
 
-def one_group_for_all(rank: int, world: int) -> dict[str, Any]:
+def one_group_for_all(rank: int, world: int) -> None:
     public.destroy()  # the ranks of the pool may have a transfer group of an earlier test
     before = number_of_groups()
     mesh = init_device_mesh("cpu", (world,))
@@ -52,42 +52,29 @@ def one_group_for_all(rank: int, world: int) -> dict[str, Any]:
     models = [patch_model(tiny_model("per_head"), group=group) for group in (None, mesh, dist.group.WORLD)]
     lv_xattn(q, q, q)
     comms = [patch_of(model).context.comm for model in models]
-    found: dict[str, Any] = {
-        "new groups": number_of_groups() - before,
-        "one group": len({comm.transfers for comm in comms}) == 1 and comms[0].transfers is not dist.group.WORLD,
-        "counters": len({id(comm.bytes) for comm in comms}),
-        "identity": all(comm.identity == as_communicator(None).identity for comm in comms),
-        "user's": transfer_communicator(own := ProcessGroupCommunicator()) is own and own.transfers is own.group,
-    }
+    assert number_of_groups() - before == 1
+    assert len({comm.transfers for comm in comms}) == 1 and comms[0].transfers is not dist.group.WORLD
+    assert len({id(comm.bytes) for comm in comms}) == 3, "each model has a counter"
+    assert all(comm.identity == as_communicator(None).identity for comm in comms)
+    assert transfer_communicator(own := ProcessGroupCommunicator()) is own and own.transfers is own.group
     names = [comms[0].transfers.group_name]
     for model in models:
         unpatch_model(model)
     public.destroy(mesh)
     public.destroy(None)
-    found["after destroy"] = number_of_groups() - before
+    assert number_of_groups() == before
     for _ in range(2):
         comm = transfer_communicator(None)
         names.append(comm.transfers.group_name)
-        found["works again"] = [int(x) for x in comm.all_gather(torch.tensor(rank))]
+        assert [int(x) for x in comm.all_gather(torch.tensor(rank))] == [0, 1]
         public.destroy()
         with pytest.raises(TransferError, match="the process group is destroyed; call unpatch_model"):
             comm.gather_ints([rank])
-    found["names"] = len(set(names))
-    return found
+    assert len(set(names)) == 3
 
 
 def test_models_and_functions_share_one_group_that_is_never_the_given_one() -> None:
-    for found in ranks(2).run(one_group_for_all):
-        assert found == {
-            "new groups": 1,
-            "one group": True,
-            "counters": 3,
-            "identity": True,
-            "user's": True,
-            "after destroy": 0,
-            "works again": [0, 1],
-            "names": 3,
-        }
+    ranks(2).run(one_group_for_all)
 
 
 # A group keeps the order of its ranks where torch can be asked to; otherwise it sorts them.

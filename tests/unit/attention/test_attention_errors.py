@@ -13,6 +13,7 @@ from torch import Tensor
 from attention_error_cases import caught, everything, qkv
 from mllm_seqpar.attention import decode_attention, lv_xattn, ring_attention
 from mllm_seqpar.comm import Communicator, run_loopback
+from mllm_seqpar.comm.agreement import attempt
 from mllm_seqpar.errors import AgreementError, ConfigError, MaskError, SeqParError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.sharding import frame_spans
@@ -68,22 +69,11 @@ WRONG_EVERYWHERE: dict[type[SeqParError], dict[str, Call]] = {
 }
 
 
-def calls(comm: Communicator) -> dict[str, Exception]:
-    """What each of the calls raises."""
-    found = {}
-    for cases in WRONG_EVERYWHERE.values():
-        for message, call in cases.items():
-            try:
-                found[message] = AssertionError(f"no error, but {call(comm)}")
-            except Exception as error:  # noqa: BLE001 - the test looks at what it is
-                found[message] = error
-    return found
-
-
 def test_invalid_arguments_are_named_on_every_rank() -> None:
-    for found in run_loopback(2, calls):
-        for kind, message in ((kind, text) for kind, texts in WRONG_EVERYWHERE.items() for text in texts):
-            assert type(found[message]) is kind and re.search(message, str(found[message])), (message, found[message])
+    calls = [(kind, message, call) for kind, cases in WRONG_EVERYWHERE.items() for message, call in cases.items()]
+    for errors in run_loopback(2, lambda comm: [attempt(lambda call=call: call(comm))[1] for *_, call in calls]):
+        for (kind, message, _), error in zip(calls, errors, strict=True):
+            assert type(error) is kind and re.search(message, str(error)), (message, error)
 
 
 DISAGREEMENTS = {

@@ -9,20 +9,14 @@ import pytest
 
 from mllm_seqpar.cli.program_exit import describe
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
-from mllm_seqpar.comm.agreement import agree
+from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import AgreementError, ConfigError, DataError
 
 
 def outcomes(n: int, check: Callable[[Communicator], Any]) -> list[Any]:
     """Return what `check` returned or raised on each rank."""
-
-    def run(comm: Communicator) -> Any:
-        try:
-            return check(comm)
-        except Exception as error:
-            return error
-
-    return run_loopback(n, run)
+    found = run_loopback(n, lambda comm: attempt(lambda: check(comm)))
+    return [result if error is None else error for result, error in found]
 
 
 def raised(check: Callable[[Communicator], Any], n: int = 3) -> list[tuple[type, str]]:

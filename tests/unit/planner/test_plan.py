@@ -325,6 +325,9 @@ def test_illegal_strategies_are_named_with_the_reason() -> None:
     assert "no group of the 5 GPUs divides 28 heads" in plan.illegal["ulysses"]
     (reason,) = {*make_plan(replace(STEP, gpus=1), A100).illegal.values()}
     assert reason == "one GPU has no other GPU to share with"
+    offloaded = make_plan(replace(ASK, visual_offload="cpu"), A30)
+    assert [row.spec.strategy for row in offloaded.rows] == ["lv-xattn"]
+    assert offloaded.illegal["ring"] == "features in host memory need lv-xattn"
     for name in ("ulysses", "mesh"):
         with pytest.raises(ConfigError, match=f"self_attention: {name} cannot shard 28 heads over 5 GPUs"):
             make_plan(replace(STEP, gpus=5, self_attention=name), A100)
@@ -423,9 +426,3 @@ def test_copies_bound_the_time_if_text_is_short() -> None:
     )
     copies = 4 * ASK.features_bytes / HOST_LINK  # of the four layers
     assert short == pytest.approx(copies, rel=0.2) and long > 2 * copies
-
-
-def test_other_strategies_and_stored_keys_are_left_out() -> None:
-    plan = make_plan(replace(ASK, visual_offload="cpu"), A30)
-    assert [row.spec.strategy for row in plan.rows] == ["lv-xattn"]
-    assert plan.illegal["ring"] == "features in host memory need lv-xattn"

@@ -86,7 +86,7 @@ def test_question_is_not_sent_before_the_file_that_was_refused_is_removed(
     submit(page, "What is it?")
     assert not service.worker.began.wait(1.0)
     assert page.value("question.value") == "What is it?"
-    page.value("remove.click(); null")
+    press(page, "remove")
     submit(page, "What is it?")
     assert service.worker.began.wait(20)
     assert service.worker.jobs[0].media == ()
@@ -97,7 +97,7 @@ def test_cancelled_upload_leaves_no_file(
 ) -> None:
     page.choose_file("#file", clip)
     page.wait("!upload.hidden")
-    page.value("document.getElementById('remove').click(); null")
+    press(page, "remove")
     page.wait("document.getElementById('view').hidden && !document.getElementById('status').textContent", 20)
     arrive.set()
     deadline = time.monotonic() + 20
@@ -128,7 +128,7 @@ def test_progress_of_the_encoding_is_shown_and_a_stopped_answer_stays(service: S
     submit(page, "What is it?")
     page.wait("document.querySelector('.text').textContent === 'One'", 20)
     assert "Frames encoded: 1 of 2" in page.value("seen")
-    page.value("document.getElementById('stop').click(); null")
+    press(page, "stop")
     page.wait("document.querySelector('.note')?.textContent === 'Stopped.'", 20)
     assert service.worker.ended.wait(20)  # the server has stopped too
     service.worker.go.set()
@@ -179,9 +179,19 @@ def answered(page: Page, count: int) -> None:
     page.wait(f"document.querySelectorAll('.foot').length === {count}", 20)
 
 
+def exchange(page: Page, text: str, count: int) -> None:
+    """Ask a question, and wait for its answer, after which the page has this number of answers."""
+    submit(page, text)
+    answered(page, count)
+
+
 def choose(page: Page, clip: Path) -> None:
     page.choose_file("#file", clip)
     page.wait("document.getElementById('details').textContent.startsWith('0:04')", 30)
+
+
+def press(page: Page, name: str) -> None:
+    page.value(f"document.getElementById({name!r}).click(); null")
 
 
 def click(page: Page, text: str, number: int = -1) -> None:
@@ -196,8 +206,7 @@ def texts_of(job: Any) -> list[str]:
 
 def test_conversation_video_and_draft_stay_after_a_reload(service: SimpleNamespace, page: Page, clip: Path) -> None:
     choose(page, clip)
-    submit(page, "What is it?")
-    answered(page, 1)
+    exchange(page, "What is it?", 1)
     submit(page, "broken")
     page.wait("!!document.querySelector('.failed')", 20)
     page.value("question.value = 'half a quest'; question.dispatchEvent(new Event('input')); null")
@@ -207,11 +216,10 @@ def test_conversation_video_and_draft_stay_after_a_reload(service: SimpleNamespa
     page.wait("document.querySelector('.moments img')?.naturalWidth > 0", 30)
     assert page.value("document.getElementById('name').textContent + player.src.slice(0, 5)") == "clip.mp4blob:"
     assert page.value("question.value") == "half a quest"
-    submit(page, "And now?")
-    answered(page, 2)
+    exchange(page, "And now?", 2)
     job = service.worker.jobs[-1]
     assert texts_of(job) == ["What is it?", "One two three", "And now?"] and job.media == service.worker.jobs[0].media
-    page.value("document.getElementById('reset').click(); null")
+    press(page, "reset")
     reload(page)
     assert page.value("messages.childElementCount") == 0
 
@@ -236,22 +244,19 @@ def test_further_video_is_shown_with_the_next_question(service: SimpleNamespace,
 
     assert page.value("document.getElementById('further').hidden")
     choose(page, clip)
-    submit(page, "What is it?")
-    answered(page, 1)
+    exchange(page, "What is it?", 1)
     first = service.worker.jobs[-1].media
     further(page, clip)
     assert asked_and_answered(page) == ["What is it?", "One two three"]
     assert page.value("document.getElementById('details').textContent").endswith("after clip.mp4")
     assert page.value("document.getElementById('further').hidden")
-    submit(page, "And this?")
-    answered(page, 2)
+    exchange(page, "And this?", 2)
     assert shown() == [["video", "text"], ["video", "text"]]
     both = service.worker.jobs[-1].media
     assert both[:1] == first and len(both) == 2 and both[1] != both[0]
     reload(page)
     answered(page, 2)
-    submit(page, "And now?")
-    answered(page, 3)
+    exchange(page, "And now?", 3)
     assert shown() == [["video", "text"], ["video", "text"], ["text"]] and service.worker.jobs[-1].media == both
     assert page.value("document.querySelector('.when').textContent").startswith("0:02 to 0:04 of clip.mp4")
     click(page, "Edit", 0)  # which removes the turns after it, so the further video is shown with this question
@@ -265,23 +270,19 @@ def test_further_video_can_be_removed_before_it_is_asked_about(
     service: SimpleNamespace, page: Page, clip: Path
 ) -> None:
     choose(page, clip)
-    submit(page, "What is it?")
-    answered(page, 1)
+    exchange(page, "What is it?", 1)
     further(page, clip)
-    page.value("document.getElementById('remove').click(); null")
+    press(page, "remove")
     assert page.value("document.getElementById('name').textContent") == "clip.mp4"
-    submit(page, "And now?")
-    answered(page, 2)
+    exchange(page, "And now?", 2)
     assert len(service.worker.jobs[-1].media) == 1 and len(service.client.files.list().data) == 1
     further(page, clip)
-    submit(page, "And this?")
-    answered(page, 3)
-    page.value("document.getElementById('reset').click(); null")  # the next conversation is about the last video
-    submit(page, "What is it?")
-    answered(page, 1)
+    exchange(page, "And this?", 3)
+    press(page, "reset")  # the next conversation is about the last video
+    exchange(page, "What is it?", 1)
     assert len(service.worker.jobs[-1].media) == 1
     assert [file.filename for file in service.client.files.list()] == ["other.mp4"]
-    page.value("document.getElementById('remove').click(); null")
+    press(page, "remove")
     page.wait("!document.getElementById('drop').hidden", 20)
 
 
@@ -304,8 +305,7 @@ def test_video_that_the_server_has_forgotten_is_uploaded_again_and_the_conversat
     service: SimpleNamespace, page: Page, clip: Path, after_reload: bool
 ) -> None:
     choose(page, clip)
-    submit(page, "What is it?")
-    answered(page, 1)
+    exchange(page, "What is it?", 1)
     (upload,) = service.client.files.list()
     service.client.files.delete(upload.id)  # as if it was started again
     if after_reload:
@@ -315,7 +315,7 @@ def test_video_that_the_server_has_forgotten_is_uploaded_again_and_the_conversat
         page.wait("document.querySelector('.failed')?.textContent.includes('does not have clip.mp4 any more')", 20)
     status_is(page, "clip.mp4: the server does not have it any more")
     assert page.value("document.getElementById('ask').disabled")
-    page.value("document.getElementById('again').click(); null")
+    press(page, "again")
     page.wait("!document.getElementById('status').textContent", 20)
     if after_reload:
         submit(page, "And now?")
@@ -329,8 +329,7 @@ def test_video_that_the_server_has_forgotten_is_uploaded_again_and_the_conversat
 
 def test_edited_question_replaces_what_follows_it(service: SimpleNamespace, page: Page) -> None:
     for number, text in enumerate(("first", "second", "third"), 1):
-        submit(page, text)
-        answered(page, number)
+        exchange(page, text, number)
     page.value("question.value = 'a draft'; null")
     click(page, "Edit", 1)
     assert page.value("question.value") == "second" and page.value("!editing.hidden")
@@ -353,7 +352,7 @@ def test_edited_question_replaces_what_follows_it(service: SimpleNamespace, page
 
 def test_settings_are_used_however_the_dialog_is_closed(service: SimpleNamespace, page: Page, clip: Path) -> None:
     choose(page, clip)
-    page.value("configure.click(); null")
+    press(page, "configure")
     for name, value in {"frames": "3", "start": "1", "end": "2.5", "system": "Be brief.", "temperature": "5"}.items():
         field = f"document.getElementById({name!r})"
         page.value(f"{field}.value = {value!r}; {field}.dispatchEvent(new Event('input')); null")
@@ -364,8 +363,7 @@ def test_settings_are_used_however_the_dialog_is_closed(service: SimpleNamespace
     page.wait("!settings.open || (settings.close(), true)", 10)
     status_is(page, "Temperature: 5 is not used")
     assert page.value("temperature.value") == ""
-    submit(page, "What is it?")
-    answered(page, 1)
+    exchange(page, "What is it?", 1)
     (job,) = service.worker.jobs
     assert job.media[0].frames == FrameChoice(num_frames=3, start=1.0, end=2.5)
     assert [message["role"] for message in job.messages] == ["system", "user"] and "Be brief." in texts_of(job)

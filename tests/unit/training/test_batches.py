@@ -153,7 +153,7 @@ def test_neighbours_which_may_share_a_bad_video_have_different_replacements(fold
 
 def test_resumed_run_has_the_batches_of_an_uninterrupted_one(folder: Path) -> None:
     def pixels(batch: Any, reader: Any) -> Any:
-        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.targets
+        return batch.samples, batch.arguments["pixel_values"].double().sum().item(), batch.chat.targets
 
     whole = train(folder / "train.jsonl", 2, 2, then=pixels)
     resumed = train(folder / "train.jsonl", 2, 2, first_step=2, then=pixels)
