@@ -149,8 +149,8 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"image": "1.png", "question": "What?", "answer": "It."}, [asks(image("1.png"), "What?"), says("It.")],
     ),
     "a row of a folder": (
-        {"file_name": "a.mp4", "first_file_names": ["1.png", "2.png"], "question": "What?", "answer": "It."},
-        [asks(image("1.png"), image("2.png"), video("a.mp4"), "What?"), says("It.")],
+        {"file_name": "0.mp4", "first_file_names": ["2.png", "1.png"], "question": "What?", "answer": "It."},
+        [asks(image("2.png"), image("1.png"), video("0.mp4"), "What?"), says("It.")],
     ),
     "file names beside an empty column": (
         {"image": "", "file_name": "1.png", "text": "A cat."},
