@@ -139,7 +139,8 @@ class ForwardInputs:
     @property
     def is_decoding_step(self) -> bool:
         """Whether this pass adds one token and no frames to a cache; the ranks do not compare such inputs."""
-        return self.past_length > 0 and self.length == 1 and self.frames is None
+        one_form = self.input_ids is None or self.inputs_embeds is None  # `check_text` refuses both
+        return self.past_length > 0 and self.length == 1 and self.frames is None and one_form
 
     @property
     def cache_state(self) -> SequenceParallelCacheState | None:
