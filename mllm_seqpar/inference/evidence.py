@@ -30,15 +30,22 @@ MOMENTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Neighbouring frames that an answer attends to."""
+    """Neighbouring frames that an answer attends to.
 
-    share: float  # the sum of the shares of its frames, between 0 and 1
-    first: int  # the number of its first frame
+    Attributes:
+        share: the sum of the shares of its frames, between 0 and 1.
+        first, last, peak: numbers of the first and last frame, and of the one with the largest share.
+        start, end: seconds in the video; None for frames without times.
+        medium: the number of the video among the media of the conversation.
+    """
+
+    share: float
+    first: int
     last: int
-    peak: int  # the frame with the largest share
-    start: float | None = None  # seconds in the video; None for frames without times
+    peak: int
+    start: float | None = None
     end: float | None = None
-    medium: int = 0  # the number of the video among the media of the conversation
+    medium: int = 0
 
     @property
     def frames(self) -> str:
@@ -58,24 +65,39 @@ class Moment:
 
 
 class FrameTime(NamedTuple):
-    """When a frame is shown."""
+    """When a frame is shown.
 
-    medium: int  # the number of its video or image among those of the conversation
-    start: float | None = None  # seconds in the video; None if they are not known
-    end: float | None = None  # when the next sampled frame is shown
+    Attributes:
+        medium: the number of its video or image among those of the conversation.
+        start, end: seconds in the video, until the next sampled frame; None if they are not known.
+    """
+
+    medium: int
+    start: float | None = None
+    end: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What an answer attends to."""
+    """What an answer attends to.
 
-    moments: tuple[Moment, ...]  # the largest first; none if the model's mask leaves no choice between frames
-    shares: tuple[float, ...]  # for each frame, the mean over the answer's tokens
-    text: float  # the mean share of the text, in a model with one softmax over text and frames; else 0
-    note: str  # why there are no moments, or an empty text
+    Attributes:
+        moments: the largest first; none if the model's mask leaves no choice between frames.
+        shares: for each frame, the mean over the answer's tokens.
+        text: the mean share of the text, in a model with one softmax over text and frames; else 0.
+        note: why there are no moments, or an empty text.
+        attention: of each token.
+        pieces: the text of each token.
+        times: of each frame.
+    """
+
+    moments: tuple[Moment, ...]
+    shares: tuple[float, ...]
+    text: float
+    note: str
     attention: FrameAttention
-    pieces: tuple[str, ...]  # the text of each token
-    times: tuple[FrameTime, ...]  # of each frame
+    pieces: tuple[str, ...]
+    times: tuple[FrameTime, ...]
 
     def describe(self) -> str:
         """Return lines for a terminal."""

@@ -263,16 +263,20 @@ class _Reader:
         except Empty:
             cursor = _cursor(self._plan, self._resources, self._index)
 
-        def frame(entry: int, following: int | None) -> tuple[int, Any]:
-            with translated(lambda why: _undecodable(self._plan, entry, why)):
-                return cursor.frame(entry, following)
+        entry = entries[0]
+
+        def frame(current: int, following: int | None) -> tuple[int, Any]:
+            nonlocal entry
+            entry = current  # for the message
+            return cursor.frame(current, following)
 
         try:
             cursor.threads = threads
-            for _, group in groupby(map(frame, entries, [*entries[1:], None]), key=itemgetter(0)):
-                (_, image), *others = group
-                yield position, image, 1 + len(others)
-                position += 1 + len(others)
+            with translated(lambda why: _undecodable(self._plan, entry, why)):
+                for _, group in groupby(map(frame, entries, [*entries[1:], None]), key=itemgetter(0)):
+                    (_, image), *others = group
+                    yield position, image, 1 + len(others)
+                    position += 1 + len(others)
         finally:
             self._idle.put(cursor)
 
