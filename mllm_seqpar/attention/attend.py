@@ -112,7 +112,11 @@ def _forward(
     q: Tensor,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's."""
+    """Return (o, lse) of contiguous q over all sets of keys with their inputs; o in `dtype`, or the accumulator's.
+
+    Under Ulysses, q is head-sharded already (`_attend_sharded`), and `comm` has the ranks with the same heads. Only if
+    the keys of the softmax differ in their degree, q is row-sharded, and head-sharded here for each set (`row_layout`).
+    """
     total = None
     for keys, own_inputs in key_sets:
         rows, spec, layout, group = q, keys.spec, keys.row_layout, comm

@@ -27,7 +27,7 @@ from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 T = TypeVar("T")
 
 Placement = Literal["sharded", "replicated"]
-"""Whether each rank has its shard of the keys, or all of them."""
+"""Whether each rank has its shard of the rows, or of the keys, or all of them."""
 
 GRADIENT_BYTES = 64 << 20
 """The size of the dk and dv of a block that exist beside their sums. A block with more keys is computed in parts."""
@@ -41,7 +41,7 @@ class CallSpec:
     """Everything about the attention to one set of keys that is known before its tensors.
 
     If rows and keys are sharded, it describes the group, and is the same on every rank. Otherwise it describes this
-    rank alone, as a group of one, with this rank's masks and number of keys.
+    rank alone, as a group of one, with this rank's masks and number of keys (`alone`).
 
     Attributes:
         mesh_shape: (a, b), the number of Q shards and of KV shards that one rank computes with. (n, 1) sends Q shards,
@@ -82,6 +82,11 @@ class CallSpec:
         made: T = self._made[key]
         return made
 
+    @property
+    def alone(self) -> bool:
+        """True if it describes this rank alone. Its mesh shape is (1, 1), as is that of plain Ulysses over a group."""
+        return len(self.key_lengths) == 1
+
     @cached_property
     def direct(self) -> bool:
         """True if Q shards are sent point to point: by choice, or because the mask makes (row, rank) pairs empty."""
@@ -118,7 +123,7 @@ class CallSpec:
         The first use is collective.
         """
         shape = self.mesh_shape
-        rank, group = (0, None) if len(self.key_lengths) == 1 else (comm.rank, comm.identity)
+        rank, group = (0, None) if len(self.key_lengths) == 1 else (comm.rank, comm.identity)  # `alone`, without a call
         key = rank, group, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
         schedule: Schedule | None = self._made.get(key)  # `once`, without a call
         if schedule is None:

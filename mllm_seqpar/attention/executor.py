@@ -41,7 +41,7 @@ class PartialResult:
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = q, dtype
         self._value: tuple[Tensor, Tensor] | None = None
-        self._stop = 0  # rows from here on have no result yet, so results of such rows are copied instead of merged
+        self._stop = 0  # rows from here on have no result yet
 
     @property
     def value(self) -> tuple[Tensor, Tensor]:
@@ -57,9 +57,13 @@ class PartialResult:
 
         `borrowed` tensors are copied, because the caller reuses their memory; others may become part of this object.
         """
-        first = self._value is None  # there is nothing to merge with
+        # For rows without a result (o = 0, lse = -inf), a copy of the new one equals the merge, and takes less time. At
+        # first, these are all rows; later, the second half of a block whose rows are computed in two halves, during two
+        # transfers (`AttentionBlock.parts`).
+        has_no_result = self._value is None
         if isinstance(rows, slice):
-            first, self._stop = first or rows.start >= self._stop, max(self._stop, rows.stop)
+            has_no_result = has_no_result or rows.start >= self._stop
+            self._stop = max(self._stop, rows.stop)
         else:
             self._stop = self._like.shape[2]
         if self._value is None and not borrowed and o.shape == self._like.shape:
@@ -67,7 +71,7 @@ class PartialResult:
             return
         whole_o, whole_lse = self._value or self.value
         if isinstance(rows, Tensor):
-            if not first:
+            if not has_no_result:
                 some_o, some_lse = whole_o.index_select(2, rows), whole_lse.index_select(2, rows)
                 merge_(some_o, some_lse, o, lse)
                 o, lse = some_o, some_lse
@@ -75,7 +79,7 @@ class PartialResult:
             whole_lse.index_copy_(2, rows, lse)
             return
         some_o, some_lse = whole_o[:, :, rows or ALL], whole_lse[:, :, rows or ALL]
-        if first:
+        if has_no_result:
             some_o.copy_(o)
             some_lse.copy_(lse)
         else:
@@ -213,7 +217,7 @@ def distributed_forward(
     if shared:  # the items are rows of one item from here on
         q, spec = fold_batch(q), spec.folded
     steps = spec.steps(comm, q, k, block_math.kernel, backward=False)
-    if spec.mesh_shape == (1, 1):  # a group of one: one block and no transfers
+    if spec.mesh_shape == (1, 1):  # this rank alone, or plain Ulysses: one block and no transfers
         result = PartialResult(q, spec.accumulate_dtype)
         block_math.forward(q, k, v, steps[0].blocks[0].layers, result)
     else:

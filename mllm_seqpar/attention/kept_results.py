@@ -12,6 +12,13 @@ the time of the call: torch itself matches saved tensors by that count. Repeated
 passes before a backward pass, and repeated backward passes, therefore all get their own results, and results are freed
 with the graph, whether or not backward runs.
 
+For example, a layer saves two tensors, calls attention, which saves three, and saves one more:
+
+    forward         save, save      once at position 2: computes (o, lse), keeps them    save, save, save    save
+    recomputation   save, save      once at position 2: returns what was kept            save, save, save    save
+
+The position is `len(frame.weak_holders)` in forward, and `frame.recomp_counter` in recomputation.
+
 Hooks and frame are internal to torch (their names are the same from 2.11 to 2.15). If they are not recognised, results
 are computed again, which is exact but slower. This also holds for
 

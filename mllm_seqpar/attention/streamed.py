@@ -87,7 +87,7 @@ def streamed_forward(
     if (batch := q.shape[0]) > 1:
         o, lse = streamed_forward(comm, spec.folded, block_math, fold_batch(q), chunks)
         return unfold_batch(o, batch), unfold_batch(lse, batch)
-    comm = comm if len(spec.key_lengths) > 1 else comm.alone
+    comm = comm.alone if spec.alone else comm
     plan = _plan(spec, comm)
     every_q = _gather_rows(comm, plan, {"q": q})["q"]
     partial = PartialResult(every_q, spec.accumulate_dtype)
@@ -110,7 +110,7 @@ def streamed_backward(
     """Return dq of this rank's rows, as `executor.distributed_backward`; each chunk takes its dk and dv."""
     if (batch := rows.q.shape[0]) > 1:
         return unfold_batch(streamed_backward(comm, spec.folded, block_math, rows.folded(), chunks), batch)
-    comm = comm if len(spec.key_lengths) > 1 else comm.alone
+    comm = comm.alone if spec.alone else comm
     plan = _plan(spec, comm)
     if comm.size > 1:
         rows = rows.with_delta()._replace(o=None)

@@ -160,6 +160,22 @@ def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+def with_members(part: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a part whose key `name` is an object, such as {"url": "a.mp4", "fps": 2}, with the object's keys instead.
+
+    Any other value of `name` is the URL.
+
+    Raises:
+        DataError: the part and the object have a key in common.
+    """
+    part = without_nulls(part)
+    value = part.pop(name, None)
+    members = without_nulls(value if isinstance(value, Mapping) else {"url": value})
+    if twice := sorted(part.keys() & members.keys()):
+        raise DataError(f"has a part in which {twice[0]} is given twice; give it once")
+    return part | members
+
+
 def _shown(value: Any) -> str:
     return f"{_SHORT.repr(value):.80}"  # a data: URL may be long
 

@@ -12,8 +12,9 @@ Media parts:
 - {"type": "video", "images": [FILE, ...]}, a list of images as a video
 - {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
 
-A path may be a URL. Relative paths start at the folder of the JSONL file. A record may have further keys, such as an
-id, but no keys that name media or tools outside the messages. Messages and parts have no further keys.
+A path may be a URL. Relative paths start at the folder of the JSONL file. A record may have a text `system`, which
+becomes the first message, and further keys, such as an id, but none that name media or tools outside the messages.
+Messages and parts have no further keys.
 
 `read_record` detects other layouts (LLaVA, OpenAI, ms-swift, questions, captions, multiple choice) and writes their
 messages in ours, which `Chat.parse` reads. If a layout is unknown, the error names what was found. `records` reads data
@@ -23,7 +24,7 @@ sets.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,18 @@ from mllm_seqpar.errors import DataError
 from mllm_seqpar.videos.frame_choice import FRAME_FIELDS
 from mllm_seqpar.videos.media_files import VIDEO_SUFFIXES
 
-from .chat import FILES, Chat, without_nulls
+from .chat import FILES, Chat, with_members, without_nulls
 from .multiple_choice import ANSWER_KEYS, DEFAULT_TEMPLATE, OPTION_KEYS, read_choice
 from .records import VIDEO_ID
 
-_REFUSED_KEYS = {"image", "images", "video", "videos", "audio", "audios", "tools", "system", *FRAME_FIELDS}
-"""Keys of other formats whose content would be ignored."""
+_UNSUPPORTED_KEYS = ("audio", "audios", "tools")
+"""Keys of records whose content is refused in all layouts."""
+
+_REFUSED_KEYS = {"image", "images", "video", "videos", *_UNSUPPORTED_KEYS, *FRAME_FIELDS}
+"""Keys of records whose content is refused beside messages that show no media of the record's lists."""
+
+_TURN_WEIGHTS = ("weight", "loss", "loss_scale", "loss_mask", "mask", "train", "train_detail", "training", "tool_calls")
+"""Keys of LLaVA's turns with which other programs (axolotl, ms-swift, OpenAI) change the targets."""
 
 CAPTION_PROMPT = "Describe the {kind}."
 """The question of a record that has a caption only; `{kind}` is image or video."""
@@ -84,9 +91,18 @@ def read_record(
     """
     if not isinstance(record, Mapping):
         raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
-    chat = Chat.parse(_messages(record, template, answered), replace(FILES, marks=marks))
+    allowed = replace(FILES, marks=marks)
+    chat = Chat.parse(_messages(record, template, answered), allowed)
     chat.check_targets() if answered else chat.check_order(answered=False)
-    return chat
+    _refuse(_UNSUPPORTED_KEYS, record)
+    system = record.get("system")
+    if not _has_content(system):
+        return chat
+    if not isinstance(system, str):
+        raise DataError(f"system is {system!r:.60}; expected a text, which becomes the first message")
+    if chat.turns[0].role == "system":
+        raise DataError(f"has the key 'system' ({system!r:.60}) and a system message; give one of them")
+    return Chat(Chat.parse([{"role": "system", "content": system}], allowed).turns + chat.turns)
 
 
 def _messages(record: Mapping[str, Any], template: str, answered: bool) -> Any:
@@ -103,26 +119,39 @@ def _messages(record: Mapping[str, Any], template: str, answered: bool) -> Any:
     media = _media(record)
     caption = next((record[key] for key in ("text", "caption") if isinstance(record.get(key), str)), None)
     if caption is not None and media:
-        return _ask(media, CAPTION_PROMPT.format(kind=media[0]["type"]), caption)
+        return _ask(record, media, CAPTION_PROMPT.format(kind=media[0]["type"]), caption)
     keys = ", ".join(map(repr, list(record)[:8])) or "none"
     raise DataError(f"has the keys {keys}, which is not a known format; expected {_KNOWN}")
 
 
 def _from_messages(record: Mapping[str, Any]) -> Any:
-    messages, others = record["messages"], set(record)
+    messages, refused = record["messages"], _REFUSED_KEYS
     if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
         messages = [plain_message(message) for message in messages]
         names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
         media_keys = [key for key in record if record[key] and (key in names or _FILE_NAME.search(key))]
-        if media_keys and any(_is_open(part) for message in messages for part in _split(message)):
+        to_fill = [part for message in messages for part in _split(message) if _is_open(part)]
+        own = [part for message in messages for part in _parts(message) if _is_open(part)]
+        # Without lists of files, `Chat.parse` states the place of a part without a path. Texts have no such place.
+        if len(to_fill) > len(own) or (to_fill and media_keys):
             messages = _fill(messages, record)
-            others -= {*media_keys, *FRAME_FIELDS, *_ALL_CLIP_KEYS}
-    if refused := sorted(_REFUSED_KEYS & others):
-        raise DataError(
-            f"has the key {refused[0]!r} outside the messages, which would be ignored; media are parts of a "
-            'message, such as {"type": "video", "path": "a.mp4"}, and a system prompt is a message'
-        )
+            refused = _REFUSED_KEYS - {*media_keys, *FRAME_FIELDS}
+    _refuse(refused, record)
     return messages
+
+
+def _has_content(value: Any) -> bool:
+    """Return whether a value is not null, an empty text or an empty list, which stand for absent ones in tables."""
+    return bool(value) or isinstance(value, (int, float))
+
+
+def _refuse(keys: Iterable[str], record: Mapping[str, Any]) -> None:
+    """Raise DataError if one of these keys has content."""
+    if given := [key for key in sorted(keys) if _has_content(record.get(key))]:
+        raise DataError(
+            f"has the key {given[0]!r} outside the messages, which would be ignored; media are parts of a "
+            'message, such as {"type": "video", "path": "a.mp4"}, and audio and tools are not supported'
+        )
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,11 +177,12 @@ def plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
     if len(names) != 1 or {"path", "images"} & set(given):
         return {**given, "type": media}
     (source,) = names
-    value = given[source]
-    if isinstance(value, Mapping):  # {"url": ..., "detail": ...}
-        value = value.get("url")
-    rest = {key: given[key] for key in given if key not in ("type", "detail", source, *_ALL_CLIP_KEYS)} | _clip(given)
-    return {"type": media, ("images" if isinstance(value, list) else "path"): value, **rest}
+    merged = with_members(given, source)
+    if {"path", "images"} & set(merged):
+        return {**given, "type": media}
+    value = merged.get("url")
+    rest = {key: merged[key] for key in merged if key not in ("type", "detail", "url", *_ALL_CLIP_KEYS)}
+    return {"type": media, ("images" if isinstance(value, list) else "path"): value, **rest, **_clip(merged)}
 
 
 def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
@@ -165,6 +195,11 @@ def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
             raise DataError(
                 f"turn {number} of conversations is from {speaker!r} with the value {text!r:.40}; expected a text from "
                 "human, gpt or system"
+            )
+        if weights := [key for key in _TURN_WEIGHTS if _has_content(turn.get(key))]:
+            raise DataError(
+                f"turn {number} of conversations has {weights[0]} {turn[weights[0]]!r:.60}, which would be ignored; "
+                "all answers are targets with the same weight, so leave the key or the record out"
             )
         yield {"role": _ROLES[speaker], "content": text}
 
@@ -181,10 +216,13 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):
         return _fill([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], record)
-    return _ask(_media(record), question, answer)
+    return _ask(record, _media(record), question, answer)
 
 
-def _ask(media: Sequence[dict[str, Any]], question: str, answer: str) -> list[dict[str, Any]]:
+def _ask(
+    record: Mapping[str, Any], media: Sequence[dict[str, Any]], question: str, answer: str
+) -> list[dict[str, Any]]:
+    _check_sampling(record, media)
     content = [*media, {"type": "text", "text": question}]
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
@@ -213,6 +251,16 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if videos > 1 and sampling.keys() & _CLIP_KEYS.keys():
         raise DataError(f"has the times of a clip and {videos} videos; state start and end in the part of each video")
     return parts
+
+
+def _check_sampling(record: Mapping[str, Any], media: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError if a record without a video of its own states which frames of it are used."""
+    given = [key for key in ("fps", "num_frames", "max_frames") if _has_content(record.get(key))]
+    if given and all(part["type"] != "video" for part in media):
+        raise DataError(
+            f"has {given[0]} {record[given[0]]!r:.60} but names no video, so it would be ignored; leave it out, or "
+            "null in rows of a table without a video"
+        )
 
 
 def _clip(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,6 +303,7 @@ def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dic
     line break next to a placeholder belongs to it.
     """
     media = _media(record)
+    _check_sampling(record, media)
     split = [_split(message) for message in messages]
     placeholders = [part["type"] for content in split for part in content if _is_open(part)]
     available = {kind: [part for part in media if part["type"] == kind] for kind in _MEDIA_KEYS}
@@ -265,7 +314,7 @@ def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dic
             files, marks = (", ".join(x) for x in ((part["path"] for part in media), (f"<{x}>" for x in placeholders)))
             raise DataError(
                 f"has {len(media)} files ({files:.120}) and the placeholders {marks or 'none'}; write one for each "
-                "file, where it is shown"
+                "file, where it is shown, and none for a part that names its own file"
             )
     queues = {kind: iter(parts) for kind, parts in available.items()}
     return [
@@ -276,15 +325,21 @@ def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dic
     ]
 
 
-def _split(message: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message; a user's text is divided at its placeholders."""
+def _parts(message: Mapping[str, Any]) -> list[Any]:
     content = message.get("content")
-    if not isinstance(content, str):
-        return content if isinstance(content, list) else []
-    if message.get("role") != "user":
+    if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    pieces = _PLACEHOLDER.split(content)
-    parts = [
-        {"type": "text", "text": text} if number % 2 == 0 else {"type": text} for number, text in enumerate(pieces)
-    ]
-    return [part for part in parts if part.get("text") != ""]
+    return content if isinstance(content, list) else []
+
+
+def _split(message: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a message; the texts of a user are divided at their placeholders."""
+    parts: list[Any] = []
+    for part in _parts(message):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if message.get("role") != "user" or not isinstance(text, str) or not _PLACEHOLDER.search(text):
+            parts.append(part)
+            continue
+        pieces = enumerate(_PLACEHOLDER.split(text))  # text, kind, text, ...
+        parts += [{"type": x} if number % 2 else {"type": "text", "text": x} for number, x in pieces if x]
+    return parts

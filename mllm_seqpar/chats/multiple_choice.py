@@ -62,7 +62,7 @@ def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
     """Return the question of a record with `question` and one of `OPTION_KEYS`.
 
     Raises:
-        DataError: there are no usable options, or the answer is not one of them, or is ambiguous.
+        DataError: there are no usable options, an answer is not one of them or ambiguous, or two answers differ.
     """
     key = next(key for key in OPTION_KEYS if key in record)
     options = record[key]
@@ -76,11 +76,19 @@ def read_choice(record: Mapping[str, Any]) -> MultipleChoice:
     if all(match and match[1] == LETTERS[number] for number, match in enumerate(lettered)):
         texts = [match[2].strip() for match in lettered if match]
     named = [key for key in ANSWER_KEYS if record.get(key) is not None]
+    named = [key for key in named if record[key] != ""] or named
+    answers = [_answer(record[key], texts, key) for key in named]
+    for key, answer in zip(named, answers, strict=True):
+        if answer != answers[0]:
+            raise DataError(
+                f"{named[0]} is {record[named[0]]!r:.60}, but {key} is {record[key]!r:.60}, which is another option; "
+                "give one of them"
+            )
     category = next((record[key] for key in CATEGORY_KEYS if isinstance(record.get(key), str)), None)
     return MultipleChoice(
         question=str(record["question"]).strip(),
         options=tuple(texts),
-        answer=_answer(record[named[0]], texts, named[0]) if named else None,
+        answer=answers[0] if answers else None,
         category=category,
     )
 

@@ -62,12 +62,16 @@ class Score:
 
 @dataclass
 class _LaterMedia:
-    """Media of a later turn, from medium number `first` of the conversation on, and their features."""
+    """Media of a later turn, from medium number `first` of the conversation on, and their features.
+
+    `first_token` is the length of the cache before the pass that brought their frames. After `_keep_prefix`, it is set
+    exactly if the cache holds these frames.
+    """
 
     first: int
     sources: tuple[FrameSource, ...]
     encoded: Encoded | None = None
-    first_token: int | None = None  # the length of the cache before the pass that brought them; None: no pass has
+    first_token: int | None = None
 
 
 class Conversation:
@@ -356,19 +360,22 @@ class Conversation:
         mask with a row for each new token and a column for each token so far. The placeholders of the media of one turn
         are in one pass, with none of another turn.
 
+        The cache has the first `kept` tokens of the prompt. If these are 0, the first pass brings the media of the
+        first turn, and ends before those of the next one.
+
         Raises:
             PrefillInterrupted: on all ranks, if `interrupted` ended the answer.
         """
         options = {**self._chat_format.generation(self._model), **Sampling(max_new_tokens=1).generate_arguments()}
         length, places = text.input_ids.shape[1], self._places(text)
-        waiting = [(*place, later) for place, later in places if later.first_token is None]
+        waiting = [place for place in places if place[2].first_token is None]
         while True:
             stop, new = min(kept + PREFILL_CHUNK, length) if kept else length, None
             if waiting and waiting[0][0] < stop:
                 low, high, later = waiting[0]
                 if kept:
-                    new, stop = later, min([max(stop, high), *(place for place, _, _ in waiting[1:2])])
-                else:  # the first pass has the first media
+                    new, stop = later, min([max(stop, high), *(next_low for next_low, _, _ in waiting[1:2])])
+                else:
                     stop = low
             if stop == length:
                 return new
@@ -386,13 +393,13 @@ class Conversation:
             offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
         return [] if offsets is None else [place for place in offsets.flatten().tolist() if place >= 0]
 
-    def _places(self, text: ChatText) -> list[tuple[tuple[int, int], _LaterMedia]]:
+    def _places(self, text: ChatText) -> list[tuple[int, int, _LaterMedia]]:
         """Return where the placeholders of later media begin and end, with these media; one is that of one frame."""
         ranges, places = [], self._placeholders(text) if self._later else []
         done = sum(map(len, self._first_sources))
         for later in self._later:
             own = places[done : done + sum(map(len, later.sources))]
-            ranges.append(((own[0], own[-1] + 1), later))
+            ranges.append((own[0], own[-1] + 1, later))
             done += len(own)
         return ranges
 
@@ -436,7 +443,7 @@ class Conversation:
         kept = next((i for i in range(limit) if self._cached_ids[i] != ids[i]), limit)
         # To continue, attention needs a mask of all pairs, which takes several times longer than the causal order.
         short = not self.sources and kept < len(ids) // 8
-        for (_, stop), later in self._places(text):
+        for _, stop, later in self._places(text):
             if later.first_token is not None and kept < stop:
                 kept = min(kept, later.first_token)
         places = self._placeholders(text)[: sum(map(len, self._first_sources)) if self._later else None]

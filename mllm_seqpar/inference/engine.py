@@ -126,26 +126,45 @@ class Engine:
             Exception: the ranks cannot go on together: of a transfer, of the device, or within a pass if other ranks
                 may wait for this one.
         """
+        prepared = self._prepared(jobs, sources, encode, on_start, together)
+        if isinstance(prepared, JobError):  # why no job is answered
+            yield from [prepared] * max(1, len(jobs))
+            return
+        conversation, prompts = prepared
+        for job, prompt in zip(jobs, prompts, strict=True):
+            yield prompt if isinstance(prompt, JobError) else self._answer(job, conversation, prompt, callbacks)
+
+    def _prepared(
+        self,
+        jobs: Sequence[Job],
+        sources: Callable[[], Sequence[FrameSource]] | None,
+        encode: Callable[[Conversation], object],
+        on_start: Callable[[Conversation], object],
+        together: bool,
+    ) -> tuple[Conversation, Sequence[ChatText | JobError]] | JobError:
+        """Return the conversation and the prompt of each job, or why there is none; a JobError if no job is answered.
+
+        The media are encoded, unless every prompt is refused. The arguments are those of `answers`.
+        """
         media = jobs[0].media if sources is None else ()
         opened, fault = self.settled(lambda: self._conversation(media) if sources is None else self.open(sources))
         if opened is None:
-            yield from [fault] * max(1, len(jobs))
-            return
-        written = [partial(opened.prompt, job.messages, job.sampling.max_new_tokens) for job in jobs]
-        prompts = [*map(self.settled, written)]
-        refused = [why for _, why in prompts if why is not None]
-        if together and refused:
-            fault = refused[0]
-        elif not jobs or len(refused) < len(jobs):
+            assert fault is not None
+            return fault
+        prompts: list[ChatText | JobError] = []
+        for job in jobs:
+            prompt, refusal = self.settled(partial(opened.prompt, job.messages, job.sampling.max_new_tokens))
+            prompts += [x for x in (prompt, refusal) if x is not None]
+        refusals = [prompt for prompt in prompts if isinstance(prompt, JobError)]
+        if together and refusals:
+            return refusals[0]
+        if not jobs or len(refusals) < len(jobs):
             keep = partial(self._encode_and_keep, opened, media, encode)
             _, fault = self.settled(partial(encode, opened) if sources is not None else keep)
-            if fault is None:
-                on_start(opened)
-        for job, (prompt, why) in zip(jobs, prompts, strict=True):
-            why = fault or why
-            yield self._answer(job, opened, prompt, callbacks) if prompt is not None and why is None else why
-        if fault is not None and not jobs:
-            yield fault
+            if fault is not None:
+                return fault
+            on_start(opened)
+        return opened, prompts
 
     def open(self, sources: Callable[[], Sequence[FrameSource]]) -> Conversation:
         """Return a new conversation about the media that `sources` opens. Every rank of the group calls this.

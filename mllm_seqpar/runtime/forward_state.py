@@ -59,9 +59,18 @@ TextMaskKind = Literal["decoder", "causal", "intervals"]
 class ForwardState:
     """The state that all layers of one forward pass share.
 
+    `text`, `cached_text` and `text_length` say which of four kinds of pass it is:
+
+    | pass | `text` | `shards_text` | `cached_text` | `text_length` | rows in `attend` |
+    |---|---|---|---|---|---|
+    | without a cache, or the prefill of a long prompt | given | True | None | None | sharded |
+    | the same with `self_attention="local"` | given | False | None | None | sharded, in `attend` only |
+    | over a cache with the whole text on every rank | None | False | None | given | replicated |
+    | over a cache whose text is sharded | None | False | given | given | replicated |
+
     Args:
         context: group and configuration.
-        text: the sharding of the text; None if every rank has all rows.
+        text: the sharding of the text; None in a pass over a cache, whose rows every rank has.
         frames: the frames that rows attend to; None without any.
         row_facts: further facts about the rows of this pass, (B, s) each, by name.
         cached_text: window -> the mask of all rows against the tokens that this rank's cache has, in a pass with a

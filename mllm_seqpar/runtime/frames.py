@@ -82,22 +82,21 @@ class Frames:
         self.specs: dict[Hashable, CallSpec] = {}
 
     @classmethod
-    def of_shards(cls, source: KVSource, mask: FrameMask, text: TextShards, sizes: FrameSizes | None = None) -> Frames:
+    def of_shards(cls, source: KVSource, mask: FrameMask, text: TextShards, sizes: FrameSizes) -> Frames:
         """Return the frames of a pass with sharded rows, given the mask of ALL rows (B, L) in order.
 
         Args:
             source: where K and V come from.
-            mask: the mask over frames, or over their units. Padding rows attend to nothing.
+            mask: the mask over frames, or over their units (`_spans`). Padding rows attend to nothing.
             text: the sharding of the rows.
-            sizes: how many units of `source` each frame has; a frame is never split over ranks. None: the mask is over
-                frames, which have its sizes in keys.
+            sizes: how many units of `source` each frame has; a frame is never split over ranks.
         """
         padded = FrameMask(text.pad(mask.bounds, -1), mask.sizes)
         by_rank = [padded.take(text.positions(rank)) for rank in range(text.comm.size)]
         return cls(source, by_rank, *_spans(source, mask, sizes, text.comm.size))
 
     @classmethod
-    def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, sizes: FrameSizes | None = None) -> Frames:
+    def of_rows(cls, source: KVSource, mask: FrameMask, comm: Communicator, sizes: FrameSizes) -> Frames:
         """Return the frames of a pass with rows that every rank has; the arguments are those of `of_shards`."""
         spans, units = _spans(source, mask, sizes, comm.size)
         return cls(source, [mask], [spans[comm.rank]], [units[comm.rank]])
@@ -167,13 +166,14 @@ def frames_of_shards(
     return frames
 
 
-def _spans(
-    source: KVSource, mask: FrameMask, sizes: FrameSizes | None, ranks: int
-) -> tuple[Sequence[Spans], Sequence[Spans]]:
-    """Return what every rank holds, in the numbers of the mask and in units of `source`."""
-    if sizes is None:
-        sizes = FrameSizes(mask.total_frames, source.units // max(1, mask.total_frames))
-        sizes = mask.sizes if isinstance(mask.tokens_per_frame, Tensor) else sizes
+def _spans(source: KVSource, mask: FrameMask, sizes: FrameSizes, ranks: int) -> tuple[Sequence[Spans], Sequence[Spans]]:
+    """Return what every rank holds, in the numbers of the mask and in units of `source`.
+
+    A mask has a column for each frame or for each unit. For example, on 2 ranks, rank 1 holds of
+
+        4 frames of 3 image tiles, with a mask over the 12 tiles               (6, 12) of the mask, and units (6, 12);
+        4 frames of 4, 4, 4 and 12 single tokens, with a mask over frames      (3, 4) of the mask, and units (12, 24).
+    """
     frames = source.frames_by_rank(sizes, ranks)
     units = [sizes.units(spans) for spans in frames]
     return frames if mask.total_frames == sizes.total else units, units

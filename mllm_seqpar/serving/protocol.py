@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from mllm_seqpar.chats.chat import Allowed, Chat, MessageError, without_nulls
+from mllm_seqpar.chats.chat import Allowed, Chat, MessageError, with_members
 from mllm_seqpar.chats.clip import Clip
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.generation import Answer, Sampling
 from mllm_seqpar.videos.frame_choice import FrameChoice
 
@@ -346,16 +346,12 @@ def _plain_part(place: Sequence[int], part: Any, ignored: list[str]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _PARTS.sources:
         return part
-    given = without_nulls(part)
-    within = given.pop(kind, None)
-    if isinstance(within, str) and kind != "file":
-        within = {"url": within}
-    if not isinstance(within, Mapping):
+    if not isinstance(part.get(kind), (Mapping, str) if kind != "file" else Mapping):
         raise MessageError(f"has a part whose {kind} is not an object", place)
-    within = without_nulls(within)
-    if twice := sorted(given.keys() & within.keys()):
-        raise MessageError(f"has a part in which {twice[0]} is given twice; give it once", place)
-    given |= within
+    try:
+        given = with_members(part, kind)
+    except DataError as error:
+        raise MessageError(str(error), place) from error
     unused = {name: given.pop(name, None) for name in ("uuid", "detail") if name == "uuid" or kind == "image_url"}
     for name, value in [*unused.items(), *((name, given.get(name)) for name in _PARTS.sources[kind] or ())]:
         if value is not None and (not isinstance(value, str) or (value == "" and name not in unused)):

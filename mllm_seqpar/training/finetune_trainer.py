@@ -165,8 +165,7 @@ class FineTuneTrainer(SeqParTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the group's share of the loss of the step, times the number of groups, because it is averaged over
-        groups."""
+        """Return dp S / N, as `SeqParTrainer.compute_loss` does; S is the model's mean over targets, times targets."""
         outputs = self._forward(model, inputs)
         assert num_items_in_batch is not None
         loss = outputs.loss * (_targets(inputs) * self.data.order.dp / num_items_in_batch)

@@ -194,9 +194,13 @@ class SeqParMixin(_Base):
     ) -> Any:
         """Return the loss of the group's batch; its gradients averaged over all ranks are the step's gradient.
 
-        `Trainer` divides by the tokens of the whole step and multiplies by the number of processes, because gradients
-        are averaged over the processes. The ranks of one group all report their group's loss, and the average of their
-        gradients is the group's gradient (`patch_model`), so the factor must be the number of groups.
+        With dp groups of sp ranks, N target tokens in the step, and the sum S of the losses of the tokens of a group,
+
+            loss of the step     sum of S / N over groups
+            loss of each rank    dp S / N
+
+        because gradients are averaged over all dp sp ranks, and the average over the ranks of one group is the gradient
+        of its loss (`patch_model`). `Trainer` returns dp sp S / N, so this method divides by sp.
         """
         if callable(self.compute_loss_func) or self.label_smoother is not None:
             raise ConfigError(

@@ -53,7 +53,7 @@ def begin_ahead(
     begun = deque[Future[Result]]()
     opened = deque[tuple[Future[Result], Any, int]]()  # what waits for memory, with its bytes
     counted: dict[Future[Result], int] = {}
-    lock = threading.RLock()
+    lock = threading.RLock()  # `make_what_fits` holds it while it calls `submit`, which takes it again
 
     def submit(pool: ThreadPoolExecutor, step: Callable[..., None], future: Future[Result], item: Any) -> None:
         def run() -> None:

@@ -269,7 +269,9 @@ def plan_frames(
         step = 1 / (rate * info.time_base)  # ticks between planned frames
         count = -(-length // step)  # ceil: all k with k * step < length
         if max_frames is None or count <= max_frames:
-            return info.plan(round(first + k * step) for k in range(int(count)))
+            # In a clip that ends before the video, rounding must not reach the frame at the end.
+            last = math.ceil(first + length) - 1 if first + length < info.start + info.length else math.inf
+            return info.plan(int(min(round(first + k * step), last)) for k in range(int(count)))
     frames = info.frames if length == info.length else math.ceil(native * length * info.time_base)
     limit = min(n for n in (num_frames, max_frames, math.inf) if n is not None)
     if limit >= frames:

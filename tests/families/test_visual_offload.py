@@ -37,6 +37,7 @@ from mllm_seqpar.runtime.frames import Frames
 from mllm_seqpar.runtime.offload import HostFeatures
 from mllm_seqpar.runtime.projections import FunctionProjection
 from mllm_seqpar.runtime.text import TextShards
+from mllm_seqpar.sharding import FrameSizes
 from outcomes import run_case
 from stream_model import Race, StreamModel, on_model
 
@@ -215,7 +216,7 @@ def test_dropout_of_a_projection_is_replayed_and_differs_between_chunks() -> Non
     text = TextShards(1, 4, context.comm, "zigzag")
     features = HostFeatures.of(torch.ones(6, 2, 8), torch.zeros(6, dtype=torch.long), 6, torch.float32)
     mask = FrameMask.from_intervals(torch.zeros(1, 4).long(), torch.full((1, 4), 6), 2, 6)
-    state = ForwardState(context, text=text, frames=Frames.of_shards(features, mask, text))
+    state = ForwardState(context, text=text, frames=Frames.of_shards(features, mask, text, FrameSizes(6)))
     seen = []
 
     def project(x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -397,7 +397,7 @@ class Pass:
         """Run the decoder on a part of the rows, this rank's or all of them; return its output."""
         family, inputs, text = self.family, self.inputs, rows.text
         tokens, positions = inputs.tokens, inputs.positions
-        whole_text = state.text_mask_kind() == "decoder"
+        has_whole_text = state.text_mask_kind() == "decoder"
         has_frames = state.frames is not None or bool(state.visual_tokens)
         if text is None:
             if rows.start:
@@ -410,10 +410,10 @@ class Pass:
             # drawn other random numbers on each rank.
             if not state.shards_text and family.model.training:
                 share_random_state(self.comm, tokens.device)
-            if not whole_text:
+            if not has_whole_text:
                 tokens, positions = text.shard(tokens, 1), text.shard(positions, -1)
         embeds = family.model.get_input_embeddings()(tokens) if inputs.inputs_embeds is None else tokens
-        if whole_text:
+        if has_whole_text:
             mask = self._decoder_mask(rows, embeds, positions)
         else:  # the mask is in the state, and transformers passes on a mask of four dimensions
             mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=embeds.device)
@@ -464,22 +464,21 @@ class Pass:
     def _outputs(self, parts: Sequence[Rows], decoded: Sequence[Any]) -> CausalLMOutputWithPast:
         """Return loss, logits and hidden states, given the decoder's output for each part of the rows."""
         hidden, states = decoded[0].last_hidden_state, decoded[0].hidden_states
-        text = parts[0].text
-        if text is not None and (self.comm.size == 1 or not self.config.shards_text):
-            text = None
-        if text is not None and states is not None:  # None for a layer stays None
-            states = tuple(None if x is None else text.unshard(x, 1) for x in states)
-        if text is not None and self.cache is None:
-            loss, logits = self._loss_and_logits_of_shards(text, hidden)
+        # None if this rank has the hidden states of all rows, so that there is nothing to gather
+        sharded_text = parts[0].text if self.comm.size > 1 and self.config.shards_text else None
+        if sharded_text is not None and states is not None:  # None for a layer stays None
+            states = tuple(None if x is None else sharded_text.unshard(x, 1) for x in states)
+        if sharded_text is not None and self.cache is None:
+            loss, logits = self._loss_and_logits_of_shards(sharded_text, hidden)
         else:
             kept_rows = 0 if self._has_loss_of_every_row else self.logits_to_keep
-            if text is None:
+            if sharded_text is None:
                 hidden = select_logit_rows(hidden, kept_rows)
             elif len(parts) == 1:
-                hidden = requested_rows(text, kept_rows, hidden)
+                hidden = requested_rows(sharded_text, kept_rows, hidden)
             else:  # of Star Attention, the query after the context
                 query, later = decoded[1].last_hidden_state, decoded[1].hidden_states
-                hidden = requested_rows(text, kept_rows, hidden, query)
+                hidden = requested_rows(sharded_text, kept_rows, hidden, query)
                 if states is not None and later is not None:
                     pairs = zip(states, later, strict=True)
                     states = tuple(None if x is None else torch.cat([x, y], 1) for x, y in pairs)

@@ -84,9 +84,9 @@ class Tower:
         family, inputs, own = self.family, self.inputs, self.own
         sizes, weight = inputs.sizes, self._weight
         if inputs.total_frames == 0:
-            if not self.runs:
+            if not self.runs:  # no rank has frames
                 return None
-            if self.shape is not None:
+            if self.shape is not None:  # the others pass features
                 empty = torch.zeros((sizes.count(), *self.shape), dtype=weight.dtype, device=weight.device)
             else:
                 blank = family.blank_frame()

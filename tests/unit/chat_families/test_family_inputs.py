@@ -198,7 +198,7 @@ def test_unusable_chats_and_tokenizers_are_refused(folder: Path, name: str) -> N
         name, "<|video_pad|>" if name in QWENS else "<image>"
     )
     write_rows(folder / "wrong.jsonl", [{"messages": CHATS["a video"]}, chat(image("0.png"), f"{mark} what?")])
-    with pytest.raises(DataError, match=r"wrong.jsonl:2: message 0 \(user\) has <"):
+    with pytest.raises(DataError, match=r"wrong.jsonl:2: (message 0 \(user\) )?has .*<"):
         ChatDataset(folder / "wrong.jsonl", processor)
     # A tokenizer without the image token splits it into characters.
     write_rows(folder / "right.jsonl", [{"messages": CHATS["a video"]}])

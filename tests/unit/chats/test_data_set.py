@@ -206,7 +206,8 @@ VIDEO = video("clips/a.mp4")
     [
         (chat({"type": "video", "images": ["0.png", "9.png"]}), r"message 0 \(user\): .*9.png: no such file"),
         (chat(VIDEO | {"fps": "1"}), "fps: '1' is not allowed; give a number above 0"),
-        (chat("<|image|> what?"), r"has <\|image\|> in its text; show media by parts"),
+        (chat("<|image|> what?"), "has 0 files .* and the placeholders <image>; write one for each file"),
+        (chat(VIDEO, "What?", answer="<|image|>"), r"has <\|image\|> in its text; show media by parts"),
     ],
 )
 def test_malformed_line_is_refused(folder: Path, processor: Any, row: Any, message: str) -> None:

@@ -156,6 +156,47 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"image": "", "file_name": "1.png", "text": "A cat."},
         [asks(image("1.png"), "Describe the image."), says("A cat.")],
     ),
+    "system prompt of a record of ms-swift": (
+        llava("<video>What?", "It.", video="a.mp4", system="Be brief.", tools=[], audio=None, fps=None),
+        [{"role": "system", "content": "Be brief."}, asks(video("a.mp4"), "What?"), says("It.")],
+    ),
+    "system prompt beside messages": (
+        {"messages": [asks("What?"), says("It.")], "system": "Be brief.", "images": [], "audios": [], "tools": None},
+        [{"role": "system", "content": "Be brief."}, asks("What?"), says("It.")],
+    ),
+    "system prompt of a question": (
+        {"image": "1.png", "question": "What?", "answer": "It.", "system": "Be brief."},
+        [{"role": "system", "content": "Be brief."}, asks(image("1.png"), "What?"), says("It.")],
+    ),
+    "turns with keys of no effect": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello.", "markdown": None, "id": 3, "weight": None},
+                {"from": "gpt", "value": "Hello!", "timestamp": 1.5, "tool_calls": []},
+            ]
+        },
+        [{"role": "user", "content": "Hello."}, says("Hello!")],
+    ),
+    "placeholders in parts": (
+        {
+            "messages": [asks({"type": "image"}, "Is it like <image>?"), says("<image> is a tag of HTML.")],
+            "images": ["1.png", "2.png"],
+            "videos": [],
+        },
+        [asks(image("1.png"), "Is it like ", image("2.png"), "?"), says("<image> is a tag of HTML.")],
+    ),
+    "two keys with the same answer": (
+        LONG_VIDEO_BENCH | {"answer": "B", "correct_answer": "the lamp", "answer_index": ""},
+        [asks(video("86CxyhFV9MI.mp4"), "What is red?\nA. the door\nB. the lamp" + PROMPT), says("B")],
+    ),
+    "frames in the object of a video": (
+        {
+            "messages": [
+                asks({"type": "video_url", "video_url": {"url": "a.mp4", "fps": 2, "video_start": 3, "detail": "low"}})
+            ]
+        },
+        [asks(video("a.mp4", fps=2, start=3))],
+    ),
     "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 
@@ -196,7 +237,62 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
             {"messages": [asks("x"), says("y")], "images": ["1.png"]},
             "has the key 'images' outside the messages, w",
         ),
-        ({"messages": [asks("x"), says("y")], "tools": []}, "has the key 'tools' outside the messages"),
+        ({"messages": [asks("x"), says("y")], "tools": [{}]}, "has the key 'tools' outside the messages"),
+        (llava("x", "y", tools=[{"name": "f"}]), "has the key 'tools' outside the messages, which would be ignored"),
+        ({"question": "x", "answer": "y", "audio": "a.wav"}, "has the key 'audio' outside the messages"),
+        ({"image": "1.png", "text": "x", "audios": ["a.wav"]}, "has the key 'audios' outside the messages"),
+        (llava("x", "y", system=["z"]), r"system is \['z'\]; expected a text, which becomes the first message"),
+        (
+            {
+                "messages": [{"role": "developer", "content": "z"}, asks("x"), says("y")],
+                "system": "Be brief.",
+            },
+            r"has the key 'system' \('Be brief.'\) and a system message; give one of them",
+        ),
+        *(
+            (
+                {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", key: value}]},
+                f"turn 1 of conversations has {key} .*, which would be ignored; all answers are targets",
+            )
+            for key, value in (
+                ("weight", 0),
+                ("loss", False),
+                ("loss_scale", 2.0),
+                ("loss_mask", 1),
+                ("mask", True),
+                ("train", False),
+                ("train_detail", [{"begin_offset": 0, "end_offset": 3, "train": False}]),
+                ("training", False),
+                ("tool_calls", [{"name": "f"}]),
+            )
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>\nWhat?"}, says("It.")]},
+            r"has 0 files \(\) and the placeholders <image>; write one for each file",
+        ),
+        (
+            {"messages": [asks(video("a.mp4"), "<video>What?"), says("It.")]},
+            r"has 0 files \(\) and the placeholders <video>",
+        ),
+        (
+            {"messages": [asks({"type": "image"}, "<image>What?"), says("It.")], "images": ["1.png"]},
+            r"has 1 files \(1.png\) and the placeholders <image>, <image>",
+        ),
+        (llava("<image>", "It.", image="1.png", fps=2), "has fps 2 but names no video, so it would be ignored; leave"),
+        (llava("x", "y", num_frames=8), "has num_frames 8 but names no video"),
+        ({"image": "1.png", "text": "A cat.", "max_frames": 8}, "has max_frames 8 but names no video"),
+        (
+            {"messages": [{"role": "user", "content": "<image>"}, says("It.")], "images": ["1.png"], "fps": 2},
+            "has fps 2 but names no video",
+        ),
+        (
+            {"messages": [asks({"type": "video_url", "video_url": {"url": "a", "fps": 2}, "fps": 1}), says("x")]},
+            "has a part in which fps is given twice; give it once",
+        ),
+        (
+            LONG_VIDEO_BENCH | {"answer": "A"},
+            "answer is 'A', but correct_choice is 1, which is another option; give one of them",
+        ),
         ({"messages": [asks("x")]}, "has no message of the assistant"),
         ({"messages": [asks("x"), says(" ")]}, r"message 1 \(assistant\) is empty"),
         (

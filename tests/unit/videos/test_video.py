@@ -8,6 +8,7 @@ import wave
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from clips import decode_all, shown_at, write_clip
 from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, scan
 from mllm_seqpar.errors import ConfigError, VideoError
 from mllm_seqpar.videos import reader
+from mllm_seqpar.videos.video import VideoInfo
 
 UNEVEN = [5000 + int(t) for t in np.cumsum(np.random.default_rng(1).integers(10, 300, 60))]
 
@@ -241,6 +243,13 @@ def test_a_clip_has_the_frames_between_its_times(clips: Path) -> None:
     assert len(uneven) == 4
     with pytest.raises(VideoError, match=r"clip.mp4: the clip starts at 2.4 s, but the video has 2.400 s"):
         plan_frames(info, fps=1, start=2.4)
+
+
+def test_rounding_does_not_choose_the_frame_at_the_end_of_a_clip() -> None:
+    info = VideoInfo("a.mkv", 60, 16, 16, 0, 60, Fraction(1, 30))
+    fps = 30 / 18.55  # the second frame is due at tick 18.55, and the clip ends before tick 18.6
+    assert plan_frames(info, fps=fps, start=0.0, end=0.62).ticks == (0, 18)
+    assert plan_frames(info, fps=fps, start=0.0, end=0.64).ticks == plan_frames(info, fps=fps).ticks[:2] == (0, 19)
 
 
 def test_jittered_times_do_not_repeat_or_drop_frames(clips: Path) -> None:
