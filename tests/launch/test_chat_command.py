@@ -122,7 +122,7 @@ def test_turns_in_a_terminal_on_two_ranks(inference_files: Path) -> None:
     terminal.type("/clip 2\n")
     assert "/clip 2: give two times in seconds" in terminal.read_until("> ")
     terminal.type("/video none.mp4\n")
-    assert "none.mp4: No such file" in terminal.read_until("> ")
+    assert "none.mp4: cannot be read (No such file" in terminal.read_until("> ")
     terminal.type("/what\n")
     assert "/what: there is no such command" in terminal.read_until("Ctrl-C stops an answer.\r\n> ")
     terminal.type("\x04")
