@@ -241,9 +241,9 @@ class ImageListSource(FrameSource):
     images: tuple[str | Tensor, ...]
 
     def __init__(self, images: Sequence[str | os.PathLike[str] | Tensor]) -> None:
-        if not images:
-            raise VideoError("an image list without images; pass at least one path")
         object.__setattr__(self, "images", tuple(x if isinstance(x, Tensor) else local_media(x) for x in images))
+        if not self.images:
+            raise VideoError("an image list without images; pass at least one path")
         for path in self.paths:
             require_content(path, "an image file")
 

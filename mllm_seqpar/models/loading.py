@@ -329,8 +329,10 @@ def _reading(folder: Path, *kinds: type[Exception], what: str = "") -> Iterator[
 
     try:
         yield
-    except SeqParError:
-        raise
+    except SeqParError as error:
+        if not isinstance(error, ConfigError) or str(folder) in str(error):
+            raise
+        raise ConfigError(f"--model {folder}: {error}") from error  # of the class of a native config
     except Exception as error:
         if not isinstance(error, (OSError, SafetensorError, *kinds)) and library_fault(error) is None:
             raise

@@ -2,6 +2,7 @@
 mistake keeps its traceback."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_errors_of_this_package_that_a_library_calls_are_its_own(tmp_path: Path)
     with pytest.raises(ConfigError) as found:
         load_config(str(tmp_path))
     assert library_fault(found.value) is None
+
+
+def test_error_of_a_native_config_names_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mplugowl3", "gate": "x"}')
+    with pytest.raises(ConfigError, match=f"^--model {re.escape(str(tmp_path))}: gate is 'x'; expected one of"):
+        load_config(str(tmp_path))
 
 
 def test_last_sentence_of_a_long_message_is_quoted() -> None:

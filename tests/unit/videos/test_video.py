@@ -406,3 +406,4 @@ def test_image_list_yields_batches_of_one_size(tmp_path: Path) -> None:
         ImageListSource([tmp_path / "empty.png"]).sizes()
     with pytest.raises(VideoError, match="without images"):
         ImageListSource([])
+    assert ImageListSource(torch.zeros(2, 3, 4, 6)).sizes() == [(4, 6)] * 2  # type: ignore[arg-type]
