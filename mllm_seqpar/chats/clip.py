@@ -180,16 +180,21 @@ class VideoSource(FrameSource):
         cls,
         path: str | os.PathLike[str],
         *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        max_frames: int | None = None,
+        start: float | None = None,
+        end: float | None = None,
         threads: int | None = None,
         decoder: str = "pyav",
         frame_store: FrameStore | str | os.PathLike[str] | None = None,
-        **frames: Any,
     ) -> "VideoSource":
-        """Probe `path`, a file or a URL, and plan its frames by the fields of `FrameChoice`, see `plan_frames`.
+        """Probe `path`, a file or a URL, and plan its frames by the rules of `plan_frames`.
 
         With `frame_store`, frames are read from this store. DataError is raised if it does not have them.
         """
-        plan = plan_frames(probe(local_media(path)), **frames)
+        info = probe(local_media(path))
+        plan = plan_frames(info, fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)
         if frame_store is not None and not isinstance(frame_store, FrameStore):
             frame_store = FrameStore.open(frame_store)
         return cls(plan, threads, decoder, None if frame_store is None else frame_store.find(plan))
