@@ -151,8 +151,9 @@ class Chat:
         self.check_order()
         for number, turn in enumerate(self.turns):
             if turn.role == "assistant" and not turn.text.strip():
-                fault = "is empty, which would only train the model to end its answer; give the answer, or leave the "
-                raise MessageError(f"{fault}message or the record out", [number], turn.role)
+                fault = "is empty, which would only train the model to end its answer"
+                remedy = "give the answer, or leave the message or the record out"
+                raise MessageError(f"{fault}; {remedy}", [number], turn.role)
 
 
 def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ _UNSUPPORTED_KEYS = ("audio", "audios", "tools")
 _REFUSED_KEYS = {"image", "images", "video", "videos", *_UNSUPPORTED_KEYS, *FRAME_FIELDS}
 """Keys of records whose content is refused beside messages that show no media of the record's lists."""
 
-_TURN_WEIGHTS = ("weight", "loss", "loss_scale", "loss_mask", "mask", "train", "train_detail", "training", "tool_calls")
+_TURN_WEIGHTS = ("weight", "loss", "loss_scale", "train", "training")
+_TURN_KEYS = (*_TURN_WEIGHTS, "loss_mask", "mask", "train_detail", "tool_calls")
 """Keys of LLaVA's turns with which other programs (axolotl, ms-swift, OpenAI) change the targets."""
 
 CAPTION_PROMPT = "Describe the {kind}."
@@ -196,7 +197,9 @@ def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
                 f"turn {number} of conversations is from {speaker!r} with the value {text!r:.40}; expected a text from "
                 "human, gpt or system"
             )
-        if weights := [key for key in _TURN_WEIGHTS if _has_content(turn.get(key))]:
+        # A weight may state what is done anyway: answers have the weight 1, and other turns 0.
+        as_stated = {key: _ROLES[speaker] == "assistant" for key in _TURN_WEIGHTS}
+        if weights := [key for key in _TURN_KEYS if _has_content(turn.get(key)) and turn[key] != as_stated.get(key)]:
             raise DataError(
                 f"turn {number} of conversations has {weights[0]} {turn[weights[0]]!r:.60}, which would be ignored; "
                 "all answers are targets with the same weight, so leave the key or the record out"

@@ -171,8 +171,8 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "turns with keys of no effect": (
         {
             "conversations": [
-                {"from": "human", "value": "Hello.", "markdown": None, "id": 3, "weight": None},
-                {"from": "gpt", "value": "Hello!", "timestamp": 1.5, "tool_calls": []},
+                {"from": "human", "value": "Hello.", "markdown": None, "id": 3, "weight": None, "loss": False},
+                {"from": "gpt", "value": "Hello!", "timestamp": 1.5, "tool_calls": [], "weight": 1.0, "train": True},
             ]
         },
         [{"role": "user", "content": "Hello."}, says("Hello!")],
