@@ -99,7 +99,7 @@ class NoHostSynchronisation(TorchDispatchMode):
 
 
 class DeviceOperators(TorchDispatchMode):
-    """Counts the operators that reach the device, by name; those that only allocate or make a view are left out.
+    """Counts the operators that reach the device, by name, except operators that only allocate or make a view.
 
     Each Triton launch of a block is within one operator of `mllm_seqpar`, which `LAUNCHES` counts.
     """

@@ -82,7 +82,7 @@ class CallSpec:
         made: T = self._made[key]
         return made
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """True if it describes this rank alone. Its mesh shape is (1, 1), as is that of plain Ulysses over a group."""
         return len(self.key_lengths) == 1
@@ -123,7 +123,7 @@ class CallSpec:
         The first use is collective.
         """
         shape = self.mesh_shape
-        rank, group = (0, None) if len(self.key_lengths) == 1 else (comm.rank, comm.identity)  # `alone`, without a call
+        rank, group = (0, None) if self.alone else (comm.rank, comm.identity)
         key = rank, group, q.shape, k.shape[:2], q.dtype, q.device, kernel, backward
         schedule: Schedule | None = self._made.get(key)  # `once`, without a call
         if schedule is None:

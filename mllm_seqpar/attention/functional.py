@@ -249,7 +249,7 @@ def _attend_once(
 
     def check() -> dict[str, object]:
         flags = {"overlap": overlap, "return_lse": return_lse, "causal": causal}
-        check_arguments(q, k, v, mask, scale, kernel, flags, accumulate_dtype, layout)
+        _check_arguments(q, k, v, mask, scale, kernel, flags, accumulate_dtype, layout)
         shape, head_degree = resolve_tile(strategy, None if tile is None else check_tile(tile), comm.size)
         HeadShards(q.shape[1], k.shape[1], head_degree)
         facts = {"strategy": strategy, "tile": shape, "accumulate_dtype": accumulate_dtype, "layout": causal and layout}
@@ -265,8 +265,8 @@ def _attend_once(
 
     def numbers(_: object) -> list[int]:
         known = 0 if mask is None else mask.gathered_digest(comm, frames)
-        required = any(x.requires_grad for x in (q, k, v))
-        grad_mode = 1 + required if torch.is_grad_enabled() else 0
+        # 0: no grad mode; 1: no gradient is required; 2: one is
+        grad_mode = 0 if not torch.is_grad_enabled() else 2 if any(x.requires_grad for x in (q, k, v)) else 1
         return [k.shape[2], grad_mode, known, 0 if mask is None else mask.bounds.shape[0]]
 
     _, by_rank = agree(comm, "attention", check, dict, numbers=numbers)
@@ -337,7 +337,7 @@ def decode_attention(
     def check() -> BlockMasks:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
             raise ConfigError("decode_attention has no backward pass; call it under torch.no_grad(), or use lv_xattn")
-        check_arguments(q, k, v, mask, scale, kernel, {"return_lse": return_lse})
+        _check_arguments(q, k, v, mask, scale, kernel, {"return_lse": return_lse})
         total = 0 if mask is None else mask.total_frames
         if type(units_per_frame) is not int or units_per_frame < 1 or total % units_per_frame:
             raise MaskError(
@@ -370,14 +370,9 @@ def _common_facts(q: Tensor, k: Tensor, scale: float, mask: FrameMask | None) ->
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ALLOWED = {
-    "scale": "a finite number, or None for head dim ** -0.5",
-    "accumulate_dtype": '"auto", torch.float32, or None for q\'s dtype',
-    "layout": f"one of {', '.join(LAYOUTS)}",
-}
 
 
-def check_arguments(
+def _check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -388,7 +383,7 @@ def check_arguments(
     accumulate_dtype: AccumulateDtype = "auto",
     layout: str = "zigzag",
 ) -> None:
-    """Raise unless q is (B, H, s_q, D), k and v (B or 1, G, s_kv, D), and each other argument is valid by itself."""
+    """Raise unless q is (B, H, s_q, D), k and v (B or 1, G, s_kv, D), and each other argument has a valid value."""
     problem = None
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         problem = "expected q (B, H, s_q, D) and k, v of one shape (B, G, s_kv, D)"
@@ -405,14 +400,15 @@ def check_arguments(
         raise ShapeError(f"{problem}; got {', '.join(given)}")
     # A tensor as scale would lose its gradient.
     finite = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
-    for name, value, valid in (
-        ("scale", scale, scale is None or finite),
-        ("accumulate_dtype", accumulate_dtype, accumulate_dtype in (*_DTYPES, "auto", None)),
-        ("layout", layout, layout in LAYOUTS),
-        *[(name, value, value is True or value is False) for name, value in flags.items()],
+    dtypes, dtype = (*_DTYPES, "auto", None), accumulate_dtype
+    for name, value, valid, allowed in (
+        ("scale", scale, scale is None or finite, "a finite number, or None for head dim ** -0.5"),
+        ("accumulate_dtype", dtype, dtype in dtypes, '"auto", torch.float32, or None for the dtype of q'),
+        ("layout", layout, layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
+        *[(flag, value, isinstance(value, bool), "True or False") for flag, value in flags.items()],
     ):
         if not valid:
-            raise ConfigError(f"{name}: {value!r:.80} is invalid; pass {_ALLOWED.get(name, 'True or False')}")
+            raise ConfigError(f"{name}: {value!r:.80} is invalid; pass {allowed}")
     if mask is not None and not isinstance(mask, FrameMask):
         raise MaskError(
             f"mask: expected a FrameMask or None, got {type(mask).__name__}; build one with FrameMask.from_dense (a "

@@ -209,10 +209,9 @@ class HeadLayout:
 
     def shard_final(self, rows: FinalRows) -> FinalRows:
         """Return the head-sharded rows; they have delta in place of o."""
-        q, _, lse, do, delta = rows.with_delta()
-        assert delta is not None
+        q, _, lse, do, _ = rows
         items = [self.rows(name) for name in ("q", "do", "lse", "delta")]
-        sharded = shard_heads([q, do, lse.unsqueeze(-1), delta.unsqueeze(-1)], items, self.inside)
+        sharded = shard_heads([q, do, lse.unsqueeze(-1), rows.deltas().unsqueeze(-1)], items, self.inside)
         q, do, lse, delta = (x.contiguous() for x in sharded)
         return FinalRows(q, None, lse.squeeze(-1), do, delta.squeeze(-1))
 

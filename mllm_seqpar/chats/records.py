@@ -117,7 +117,7 @@ def _files_of(folder: Path) -> list[Path]:
         if (folder / mark).is_file():
             return [folder / mark]
     inside = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
-    # Neither hidden files, nor those that describe a data set of the Hub.
+    # Hidden files have no records, and `dataset_info` files describe a data set of the Hub.
     inside = [path for path in inside if not path.name.startswith("dataset_info")]
     inside = [path for path in inside if not any(x.startswith(".") for x in path.relative_to(folder).parts)]
     texts = [path for path in inside if path.suffix not in _BINARY]

@@ -138,7 +138,7 @@ class VideoRun:
         self._parts: Counter[str] = Counter()  # seconds; Counter adds them
 
     def open(self) -> list[_Video]:
-        """Open all inputs, and load the model; of several videos, return those that can be used."""
+        """Open all inputs, load the model, and return the videos that can be used."""
 
         def names(videos: Sequence[_Video]) -> dict[str, Any]:
             # Directories may differ, because each node may have its own copy.

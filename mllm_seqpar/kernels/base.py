@@ -31,7 +31,7 @@ score."""
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv."""
+"""The gradients dq, dk and dv of a block, in this order."""
 
 
 class FinalRows(NamedTuple):
@@ -48,11 +48,15 @@ class FinalRows(NamedTuple):
     do: Tensor
     delta: Tensor | None = None
 
-    def with_delta(self) -> FinalRows:
+    def deltas(self) -> Tensor:
+        """Return delta, which is computed from do and o if it is not given."""
         if self.delta is not None:
-            return self
+            return self.delta
         assert self.o is not None
-        return self._replace(delta=row_sums(self.do, self.o))
+        return row_sums(self.do, self.o)
+
+    def with_delta(self) -> FinalRows:
+        return self if self.delta is not None else self._replace(delta=self.deltas())
 
     def part(self, rows: slice) -> FinalRows:
         q, o, lse, do, delta = self
@@ -61,7 +65,8 @@ class FinalRows(NamedTuple):
 
     def folded(self) -> FinalRows:
         """Return the rows with the batch folded into them (`fold_batch`)."""
-        return FinalRows(*[None if x is None else fold_batch(x) for x in self])  # type: ignore[arg-type]
+        o, delta = (None if x is None else fold_batch(x) for x in (self.o, self.delta))
+        return FinalRows(fold_batch(self.q), o, fold_batch(self.lse), fold_batch(self.do), delta)
 
 
 @runtime_checkable
@@ -75,7 +80,7 @@ class BlockKernel(Protocol):
 
     name: str
     call_entries: int
-    """For a kernel whose calls are dear: a call for a rectangle of a mask costs as much as this many entries; else 0.
+    """The entries that a kernel computes in the time that one call for a mask rectangle costs; 0 if calls cost little.
 
     A table whose layers would take many small calls is computed at once, with its invisible entries: on a CPU, a random
     one of 256 rows and 32 frames of 64 keys takes 20 ms instead of 177. One of every third frame, the same for all

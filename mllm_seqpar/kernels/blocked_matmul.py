@@ -51,13 +51,12 @@ class BlockedMatmulKernel:
     def backward(
         self, rows: base.FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> base.Gradients:
-        q, _, lse, do, delta = rows.with_delta()
+        q, _, lse, do, _ = rows
         dq, dk, dv = base.empty_backward(q, k, v)
         if not (q.numel() and k.numel()):
             return dq, dk, dv
-        assert delta is not None
         groups, dtype = k.shape[1], _matmul_dtype(q)
-        delta, lse = (x.unsqueeze(-1).to(dq.dtype) for x in (delta, base.safe_lse(lse)))
+        delta, lse = (x.unsqueeze(-1).to(dq.dtype) for x in (rows.deltas(), base.safe_lse(lse)))
         for some in _row_chunks(q, intervals):
             chunk = _RowChunk(q, k, some, scale, intervals)
             do_rows, lse_rows, delta_rows = (base.fold_heads(x[:, :, some], groups) for x in (do.to(dtype), lse, delta))

@@ -54,7 +54,7 @@ passes and not all releases have."""
 class _PackageKernel(CudaKernel):
     """Base class: a version of FlashAttention from its package."""
 
-    version = 2
+    version: int
 
     def _unsupported_here(self, dim: int, capability: tuple[int, int]) -> str | None:
         return flash_unsupported_reason(self.version, dim, capability) or unavailable(self.version)
@@ -64,6 +64,7 @@ class FlashAttnKernel(_PackageKernel):
     """FlashAttention 2 from the flash-attn package. See `BlockKernel`."""
 
     name = "flash_attn"
+    version = 2
     nvidia_only = False
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -202,5 +203,6 @@ def unavailable(version: int) -> str | None:
     for name, arguments in needed.items():
         function = getattr(_functions(version), name, None)
         if function is None or not arguments <= _declared(function).keys():
-            return f"is installed in a release without {name} of {releases}"
+            what = f"the operator flash_attn_3::{name}" if version == 3 else name
+            return f"is installed in a release without {what} of {releases}"
     return None

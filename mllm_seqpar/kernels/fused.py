@@ -228,11 +228,13 @@ class FusedKernel:
 def _mask(piece: Rectangle, intervals: Intervals | None, device: torch.device) -> Tensor:
     """Return the mask (1, rows, keys) bool of a masked piece; a small one is kept for all layers."""
     assert intervals is not None
-    mask = piece.masks.get(device)
+    rows, keys = piece.rows, piece.keys
+    key = "mask", device, piece.batch.start, rows.start, rows.stop, keys.start, keys.stop
+    mask: Tensor | None = intervals.kept.get(key)
     if mask is None:
-        mask = intervals.expand(device, piece.batch, piece.rows, piece.keys)
+        mask = intervals.expand(device, piece.batch, rows, keys)
         if mask.numel() <= KEPT_MASK:
-            piece.masks[device] = mask
+            intervals.kept[key] = mask
     return mask
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +21,21 @@ MAX_WASTE = 1.25
 """Rows are cut until computed / visible entries are at most this."""
 
 
-@dataclass(frozen=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """Batch items, query rows and keys of one part of a block.
 
     Kind "full": every row attends to every key. "causal": as many rows as keys and more than one, row i attends to keys
-    up to i. "masked": as the intervals say; `masks` are small ones that are kept for all layers.
+    up to i. "masked": as the intervals say.
     """
 
     batch: slice
     rows: slice
     keys: slice
     kind: Literal["full", "causal", "masked"] = "full"
-    masks: dict[torch.device, Tensor] = field(default_factory=dict, compare=False)
 
     def is_whole(self, rows: int, keys: int) -> bool:
         """Return whether it is a whole block of so many rows and keys."""
-        return (self.batch, self.rows, self.keys) == (slice(None), slice(0, rows), slice(0, keys))
+        return self[:3] == (slice(None), slice(0, rows), slice(0, keys))
 
 
 def rectangles_of(intervals: Intervals) -> tuple[Rectangle, ...]:

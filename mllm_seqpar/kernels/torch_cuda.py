@@ -91,9 +91,10 @@ class CudaFlashKernel(CudaKernel):
             return flash_unsupported_reason(2, dim, capability) or (
                 None if torch.backends.cuda.is_flash_attention_available() else "is not built into this torch"
             )
-        if active not in ("FA3", "FA4"):
+        version = {"FA3": 3, "FA4": 4}.get(active)
+        if version is None:
             return f"runs {active!r}, activated in torch; only FA3, FA4 and torch's own are known to be right here"
-        reason = flash_unsupported_reason(int(active[2]), dim, capability)
+        reason = flash_unsupported_reason(version, dim, capability)
         return reason and f"runs {active}, activated in torch, which {reason}"
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:

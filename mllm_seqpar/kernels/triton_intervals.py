@@ -41,10 +41,9 @@ class TritonIntervalsKernel:
     def backward(
         self, rows: FinalRows, k: Tensor, v: Tensor, *, scale: float, intervals: Intervals | None = None
     ) -> Gradients:
-        q, _, lse, do, delta = rows.with_delta()
+        q, _, lse, do, _ = rows
         if not (q.numel() and k.numel()):
             return empty_backward(q, k, v)
         low, high = (None, None) if intervals is None else intervals.on(q.device)
-        assert delta is not None
-        of_rows = lse.contiguous(), delta.contiguous()
+        of_rows = lse.contiguous(), rows.deltas().contiguous()
         return torch.ops.mllm_seqpar.interval_attention_backward(do, q, k, v, low, high, *of_rows, scale)

@@ -64,8 +64,8 @@ class Intervals:
     def joined(cls, layers: Sequence[Intervals]) -> Intervals:
         """Return disjoint layers of a block as one, for kernels that expand a mask anyway."""
         lows = [torch.where(layer.high > layer.low, layer.low, layer.keys) for layer in layers]
-        bounds = torch.stack(torch.broadcast_tensors(*lows, *(layer.high for layer in layers)))
-        low, high = bounds[: len(layers)].amin(0), bounds[len(layers) :].amax(0)
+        low = torch.stack(torch.broadcast_tensors(*lows)).amin(0)
+        high = torch.stack(torch.broadcast_tensors(*[layer.high for layer in layers])).amax(0)
         hull = cls(low, high, layers[0].keys)
         hull.layers, items = tuple(layers), low.shape[0]
         hull.visible = sum(layer.visible * items // layer.low.shape[0] for layer in layers)

@@ -55,7 +55,7 @@ class Plan:
 
     workload: Workload
     cluster: Cluster
-    rows: tuple[StrategyPlan, ...]  # of the part that is `compared`; those that fit come first, the fastest first
+    rows: tuple[StrategyPlan, ...]  # of the part that is `compared`; strategies that fit come first, the fastest first
     illegal: Mapping[str, str]  # the reason by strategy
     text: ParallelSpec  # of self-attention, the same in all rows; of the first one in a decoder-only model
     min_gpus: int | None  # the smallest power of two on which `preferred`, which needs the least memory, fits

@@ -46,7 +46,7 @@ POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' blob: data:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the routes use."""
+    """The model, its queue and the limits that the routes of one server share."""
 
     model: str  # its name in requests and responses
     store: MediaStore

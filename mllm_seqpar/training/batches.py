@@ -202,11 +202,11 @@ class BatchReader:
                 return batch
             return self.load(self.open(chosen), decode)
 
-        # All ranks go round together, and each time do one of four things:
+        # All ranks run each iteration together, and it has one of four outcomes:
         #   a rank failed for another reason than bad media: `agree` raises on all ranks;
-        #   a rank found bad media: the ranks of its group replace the sample, and all ranks go round again;
+        #   a rank found bad media: the ranks of its group replace the sample, and all ranks iterate again;
         #   all ranks of all groups have stored outputs of the tower, or all have none: the batch is returned;
-        #   only some have stored outputs: all ranks decode frames instead, and go round once more.
+        #   only some have stored outputs: all ranks decode frames instead, and iterate once more.
         while True:
             batch, error = attempt(usable)
             begun = None

@@ -52,7 +52,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FineTuneData:
-    """What a run reads."""
+    """The data sets of a run, the order of its samples and its stored features."""
 
     training: ChatDataset
     evaluation: ChatDataset | None

@@ -71,7 +71,7 @@ class VideoInfo:
 
     @property
     def fps(self) -> float:
-        """Average frames per second."""
+        """The average number of frames per second."""
         return float(self.frames / (self.length * self.time_base))
 
     @property

@@ -59,7 +59,7 @@ LORA_TARGETS = ["q_proj", "v_kv_proj", "k_proj"]
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of mPLUG-Owl3."""
+    """A batch of mPLUG-Owl3, and the options of the tiny model that takes it."""
 
     frames: tuple[int, ...] = (5,)
     length: int = 13

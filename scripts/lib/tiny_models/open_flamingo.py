@@ -161,7 +161,7 @@ def text(*media: tuple[int, ...], length: int = 13, seed: int = 2) -> Tensor:
 
 @dataclass(frozen=True)
 class Case(TinyCase):
-    """A batch of OpenFlamingo."""
+    """A batch of OpenFlamingo, and the options of the tiny model that takes it."""
 
     frames: tuple[tuple[int, ...], ...] = ((1, 4, 7),)  # the positions of each sample's media tokens
     length: int = 13
