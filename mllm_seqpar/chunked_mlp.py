@@ -150,7 +150,7 @@ class _ChunkedFunction(torch.autograd.Function):
             def add_to_sum(index: int, parameter: Tensor) -> None:
                 """Add a chunk's gradient to its sum as soon as it exists, so that only one weight has two of them."""
                 grad, parameter.grad = parameter.grad, None
-                sums.add([grad], index)
+                sums.add([grad], index, copy=False)
 
             for index, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(functools.partial(add_to_sum, index))

@@ -48,15 +48,12 @@ def modules_around(model: nn.Module, called: Iterable[nn.Module]) -> list[nn.Mod
 
     Neither `model` nor the called modules themselves count: FSDP2 gathers their parameters when they are called.
     """
-    # A function that calls itself lives until the next garbage collection, so it holds ids instead of modules.
-    inner, contains = {id(module) for module in called}, dict[int, bool]()
-
-    def contains_one(module: nn.Module) -> bool:
-        if id(module) not in contains:
-            contains[id(module)] = any(id(child) in inner or contains_one(child) for child in module.children())
-        return contains[id(module)]
-
-    return [module for module in model.modules() if module is not model and contains_one(module)]
+    inner = set(called)
+    return [
+        module
+        for module in model.modules()
+        if module is not model and any(part in inner for part in module.modules() if part is not module)
+    ]
 
 
 def call_within(fsdp_units: Sequence[FSDPModule], compute: Callable[..., T], x: Tensor | None = None) -> T:

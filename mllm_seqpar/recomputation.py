@@ -153,13 +153,16 @@ class GradientSums:
     def __init__(self, count: int) -> None:
         self.totals: list[Tensor | None] = [None] * count
 
-    def add(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
-        """Add the gradients of a chunk, of the parameters from number `first` on."""
+    def add(self, grads: Sequence[Tensor | None], first: int = 0, *, copy: bool = True) -> None:
+        """Add the gradients of a chunk, of the parameters from number `first` on.
+
+        With `copy=False`, a gradient of the sum's dtype becomes the sum; nothing else may refer to it.
+        """
         for index, grad in enumerate(grads, first):
             total = self.totals[index]
             if grad is None:
                 continue
             if total is None:
-                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+                self.totals[index] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=copy)
             else:
                 total += grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -98,7 +97,7 @@ def sharded_call(
     agree(comm, "forward pass", check, lambda _: facts)
     own = features
     if encode is not None:  # only now, because an encoder that FSDP shards communicates
-        encoded, error = attempt(functools.partial(encode, features[start:stop]))
+        encoded, error = attempt(lambda: encode(features[start:stop]))
         agree(comm, "features", lambda: None if encoded is None else check_features(encoded), error=error)
         assert encoded is not None
         own = encoded

@@ -352,6 +352,24 @@ def test_arguments_are_checked_in_decoding_steps_too(arguments: Inputs, message:
     assert model(**token).logits.shape[1] == 1
 
 
+@pytest.mark.parametrize("family", ["mplug_owl3", "idefics"])
+@torch.no_grad()
+def test_a_decoding_step_takes_token_ids_or_embeddings(family: str) -> None:
+    """Families state on their own what a decoding step is, so the check must not depend on it."""
+    case = BATCHES[family]
+    model = patch_model(model_of(family, case))
+    inputs = inputs_of(family, case, model)
+    inputs = {name: x for name, x in inputs.items() if "labels" not in name}
+    cache = cache_of(model(**inputs, use_cache=True))
+    mask = (
+        inputs["attention_mask"] if inputs.get("attention_mask") is not None else torch.ones_like(inputs["input_ids"])
+    )
+    token = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
+    embeds = torch.zeros(*token["input_ids"].shape, model.get_input_embeddings().weight.shape[1])
+    with pytest.raises(ShapeError, match="pass either input_ids or inputs_embeds"):
+        model(**token, **cache_argument(cache), inputs_embeds=embeds)
+
+
 def autocast_loss(model: Any, inputs: Inputs, comm: Any, dtypes: tuple[torch.dtype, ...]) -> float:
     """Return the loss under autocast with features of a dtype for each rank."""
     features = inputs["image_embeds"].to(dtypes[comm.rank])

@@ -19,6 +19,7 @@ from family_cases import BATCHES, FUSED, MOSS, PREVIEW
 from family_harness import TOLERANCE, family_module, inputs_of, model_of, on_ranks, settings, slow_unless
 from generation_cases import SHARDED
 from mllm_seqpar._compat import cache_argument, cache_of
+from mllm_seqpar.errors import AgreementError
 from mllm_seqpar.models.mplug_owl3.media import cached_frames
 from outcomes import error
 from tiny_models.idefics import Case as Idefics
@@ -196,6 +197,15 @@ def test_settings_that_would_hang_are_refused_on_every_rank(given: list[dict[str
     def run(model: Any, inputs: dict[str, Any], comm: Any) -> None:
         with pytest.raises(ValueError, match=messages[comm.rank]):
             model.generate(**inputs, **settings(**given[comm.rank]))
+
+    on_ranks(2, "mplug_owl3", OWL, run)
+
+
+def test_unreadable_settings_of_one_rank_are_refused_on_every_rank() -> None:
+    def run(model: Any, inputs: dict[str, Any], comm: Any) -> None:
+        given = {"generation_config": {"max_new_tokens": 3}} if comm.rank == 1 else settings()
+        with pytest.raises((AttributeError, AgreementError), match="to_dict"):
+            model.generate(**inputs, **given)
 
     on_ranks(2, "mplug_owl3", OWL, run)
 

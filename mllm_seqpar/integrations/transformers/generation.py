@@ -38,10 +38,14 @@ def patch_generate(
         records = patch.context.records
         if comm.size > 1:
             recorded = ", attention over frames is recorded" if records else ""
-            # The settings that determine the generated tokens; the streamer may differ between ranks.
-            settings = sorted({**config.to_dict(), **kwargs, "streamer": None}.items())
-            described = ", ".join(f"{name}={text}" for name, x in settings if (text := _describe_value(x)))
-            agree(comm, "generate", lambda: {"settings": described + recorded}, dict)
+
+            def settings() -> dict[str, str]:
+                """Return what determines the generated tokens; the streamer may differ between ranks."""
+                values = {**config.to_dict(), **kwargs, "streamer": None}
+                texts = {name: _describe_value(x) for name, x in sorted(values.items())}
+                return {"settings": ", ".join(f"{name}={text}" for name, text in texts.items() if text) + recorded}
+
+            agree(comm, "generate", settings, dict)
         for record in records:
             _refuse_unrecorded(config, kwargs)
             record.begin_answer()

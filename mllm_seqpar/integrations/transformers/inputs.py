@@ -83,8 +83,7 @@ class ForwardInputs:
         batch, length, *_ = *tokens.shape, 0, 0  # of a wrong number of dimensions, too
         past_length = 0 if self.cache is None else int(self.cache.get_seq_length())
         has_labels = self.labels is not None or self.shift_labels is not None
-        derived = {"tokens": tokens, "batch": batch, "length": length, "past_length": past_length}
-        vars(self).update(derived, has_labels=has_labels)
+        vars(self).update(tokens=tokens, batch=batch, length=length, past_length=past_length, has_labels=has_labels)
 
     @property
     def text_position_ids(self) -> Tensor | None:
@@ -109,7 +108,8 @@ class ForwardInputs:
     @functools.cached_property
     def sizes(self) -> FrameSizes:
         """The units of each frame of all ranks, also if this rank passed none. Without any, there is the empty one."""
-        total, held = self.total_frames if self.visual_shard is None else self.visual_shard.total, None
+        total = self.total_frames if self.visual_shard is None else self.visual_shard.total
+        held = None
         if (state := self.cache_state) is not None and (earlier := state.frames) is not None:
             held = earlier.units_by_rank(state.group[1])
         return FrameSizes(max(1, total), self.units_per_frame, held)
@@ -139,8 +139,7 @@ class ForwardInputs:
     @property
     def is_decoding_step(self) -> bool:
         """Whether this pass adds one token and no frames to a cache; the ranks do not compare such inputs."""
-        one_form = self.input_ids is None or self.inputs_embeds is None  # `check_text` refuses both
-        return self.past_length > 0 and self.length == 1 and self.frames is None and one_form
+        return self.past_length > 0 and self.length == 1 and self.frames is None
 
     @property
     def cache_state(self) -> SequenceParallelCacheState | None:
@@ -177,12 +176,14 @@ class ForwardInputs:
     @property
     def prompt_rows(self) -> Tensor:
         """(B,) int64: the row of the frames' own pass that each row continues; the rows of a cache may have moved."""
-        return torch.arange(self.batch) if (state := self.cache_state) is None else state.rows_of(self.batch)
+        state = self.cache_state
+        return torch.arange(self.batch) if state is None else state.rows_of(self.batch)
 
     @property
     def prompt_batch(self) -> int:
         """The number of rows of the frames' own pass."""
-        return self.batch if (state := self.cache_state) is None else state.prompt_batch
+        state = self.cache_state
+        return self.batch if state is None else state.prompt_batch
 
     def on_host(self, name: str) -> Tensor | None:
         """Return one of the tensors of `read_by_host` on the CPU; None if the pass has none of that name."""

@@ -158,7 +158,8 @@ class Pass:
 
         The modes of the model are compared too, and in the first passes a sample of its weights and which are trained.
         """
-        if self.inputs.is_decoding_step:  # the ranks have compared the text before it
+        one_form = self.inputs.input_ids is None or self.inputs.inputs_embeds is None  # `check_text` refuses both
+        if self.inputs.is_decoding_step and one_form:  # the ranks have compared the text before it
             if self.config.self_attention == "star":
                 check_star(self.inputs)
             if self.kwargs:  # seldom: `generate` passes none

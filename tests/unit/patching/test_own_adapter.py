@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from captioner_cases import CASES, compare
+from launch import ROOT
 from mllm_seqpar import SeqParConfig, adapting, patch_model, register_adapter
 from mllm_seqpar.comm import Communicator, as_communicator, run_loopback
 from mllm_seqpar.errors import AdapterError, AgreementError, ConfigError, ShapeError
 from mllm_seqpar.patching import registry as adapters
 
-ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "tests" / "example_adapter"
 
 
@@ -132,6 +132,27 @@ def test_error_in_an_encoder_stops_all_ranks(new_captioner: Callable[[], Any]) -
             model.tower.forward = None
         with pytest.raises((TypeError, AgreementError), match="not callable"):
             model(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 4, 5, 12))
+
+    run_loopback(2, run)
+
+
+def test_frames_that_one_rank_cannot_read_stop_all_ranks() -> None:
+    """Frames may be read when they are sliced."""
+
+    class Unreadable:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, frames: slice) -> torch.Tensor:
+            raise OSError("a damaged frame")
+
+    stop = torch.tensor([[1, 2, 3, 3]])
+    mask = adapting.FrameMask.from_intervals(torch.zeros_like(stop), stop, 5, 3)
+
+    def run(comm: Communicator) -> None:
+        frames: Any = Unreadable() if comm.rank == 1 else torch.zeros(3, 5, 8)
+        with pytest.raises((OSError, AgreementError), match="a damaged frame"):
+            adapting.sharded_call(adapting.SeqParContext(comm, SeqParConfig()), frames, mask, encode=lambda x: x)
 
     run_loopback(2, run)
 
