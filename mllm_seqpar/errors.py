@@ -80,8 +80,15 @@ def require_one_of(
     name: str, value: object, allowed: abc.Iterable[object], note: str = "", kind: type[SeqParError] = ConfigError
 ) -> None:
     """Raise an error of class `kind` unless an option has an allowed value; `note` ends the message."""
-    if value not in (allowed := list(allowed)):
+    allowed = list(allowed)
+    if value not in allowed:
         raise kind(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}{note}")
+
+
+def require_distinct(name: str, numbers: abc.Sequence[int], first: int, last: int, note: str) -> None:
+    """Raise ConfigError unless a field lists distinct numbers from `first` to `last`; `note` ends the message."""
+    if len(set(numbers)) != len(numbers) or not all(first <= number <= last for number in numbers):
+        raise ConfigError(f"{name} is {list(numbers)}; expected distinct numbers from {first} to {last}{note}")
 
 
 PASSED = (SeqParError, MemoryError)

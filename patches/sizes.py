@@ -98,12 +98,7 @@ def _cross_layers(text: TextSizes, layers: int) -> CrossAttentionSizes:
 
 
 def mllama(config: dict[str, Any], name: str) -> ModelSizes:
-    """Return the sizes; missing values have the defaults of transformers' `MllamaConfig`.
-
-    Published files of MOSS-Video-Preview have the `model_type` of Llama 3.2 Vision.
-    """
-    if "VideoMllamaForConditionalGeneration" in (config.get("architectures") or ()):
-        return video_mllama(config, name)
+    """Return the sizes; missing values have the defaults of transformers' `MllamaConfig`."""
     language = _MLLAMA_TEXT | (config.get("text_config") or {})
     tower = _MLLAMA_TOWER | (config.get("vision_config") or {})
     patches = _patches(tower) + 1
@@ -130,7 +125,7 @@ def mllama(config: dict[str, Any], name: str) -> ModelSizes:
 
 def video_mllama(config: dict[str, Any], name: str) -> ModelSizes:
     """Return the sizes: those of Llama 3.2 Vision with frames of one tile, whose patches are pooled to a few tokens."""
-    sizes = mllama({**config, "architectures": ()}, name)
+    sizes = mllama(config, name)
     tower = _MLLAMA_TOWER | (config.get("vision_config") or {})
     side, mode, stride = int(tower["image_size"] // tower["patch_size"]), config.get("pool_mode", "average"), 4
     if mode is not None:
@@ -138,6 +133,12 @@ def video_mllama(config: dict[str, Any], name: str) -> ModelSizes:
         side = -(-side // stride) if mode == "bilinear" else side // stride
     patches = _patches(tower) + 1
     return replace(sizes, vision=replace(sizes.vision, tokens=patches + -patches % 8, keys=side**2 + 1, tiles=1))
+
+
+def _mllama_or_video(config: dict[str, Any], name: str) -> ModelSizes:
+    """Return the sizes; published files of MOSS-Video-Preview have the `model_type` of Llama 3.2 Vision."""
+    is_video = "VideoMllamaForConditionalGeneration" in (config.get("architectures") or ())
+    return (video_mllama if is_video else mllama)(config, name)
 
 
 def idefics(config: dict[str, Any], name: str) -> ModelSizes:
@@ -288,7 +289,7 @@ def moss_vl(config: dict[str, Any], name: str) -> ModelSizes:
 
 SIZES = {
     "mplugowl3": mplug_owl3,
-    "mllama": mllama,
+    "mllama": _mllama_or_video,
     "video_mllama": video_mllama,
     "idefics": idefics,
     "open_flamingo": open_flamingo,

@@ -95,35 +95,49 @@ def _config_of(native: NativeModel) -> Any:
     return getattr(module, native.config, None) or _stand_in(native, native.config)
 
 
-_AUTO = "transformers.models.auto."
-_AUTO_MODULES = tuple(f"{_AUTO}{kind}_auto" for kind in ("configuration", "modeling", "image_processing", "processing"))
-
-
-def _register_with(auto: ModuleType) -> None:
-    """Register the native models with one of `_AUTO_MODULES`."""
-    kind = auto.__name__.removeprefix(_AUTO)
+def _register_configurations(auto: ModuleType) -> None:
     for model_type, native in NATIVE_MODELS.items():
+        auto.AutoConfig.register(model_type, _config_of(native), exist_ok=True)
+
+
+def _register_models(auto: ModuleType) -> None:
+    """Register the models whose configuration has been imported; the others are registered when theirs is."""
+    for native in NATIVE_MODELS.values():
         config = _config_of(native)
-        if kind == "configuration_auto":
-            auto.AutoConfig.register(model_type, config, exist_ok=True)
-        elif kind == "processing_auto":  # where they are found by the names of their classes, or by a configuration
-            auto.AutoProcessor.register(config, _stand_in(native, native.processor), exist_ok=True)
-        elif kind == "image_processing_auto" and native.image_processor is not None:
-            found = dict.fromkeys(("torchvision", "pil"), _stand_in(native, native.image_processor))
-            # in the mapping, because `AutoImageProcessor.register` takes no stand-ins
-            auto.IMAGE_PROCESSOR_MAPPING.register(config, found, exist_ok=True)
-        elif kind == "modeling_auto" and not isinstance(config, _StandIn):  # else once that is imported
+        if not isinstance(config, _StandIn):
             for name in native.autos:
                 model = _stand_in(native, native.model, config_class=config)
                 getattr(auto, name).register(config, model, exist_ok=True)
 
 
+def _register_processors(auto: ModuleType) -> None:
+    """Register the processors, which are found by the names of their classes, or by a configuration."""
+    for native in NATIVE_MODELS.values():
+        auto.AutoProcessor.register(_config_of(native), _stand_in(native, native.processor), exist_ok=True)
+
+
+def _register_image_processors(auto: ModuleType) -> None:
+    """Register the image processors in the mapping, because `AutoImageProcessor.register` takes no stand-ins."""
+    for native in NATIVE_MODELS.values():
+        if native.image_processor is not None:
+            backends = dict.fromkeys(("torchvision", "pil"), _stand_in(native, native.image_processor))
+            auto.IMAGE_PROCESSOR_MAPPING.register(_config_of(native), backends, exist_ok=True)
+
+
+_ACTIONS: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.models.auto.configuration_auto": _register_configurations,
+    "transformers.models.auto.modeling_auto": _register_models,
+    "transformers.models.auto.image_processing_auto": _register_image_processors,
+    "transformers.models.auto.processing_auto": _register_processors,
+}
+
+
 def register(imported: ModuleType | None = None) -> None:
     """Register the native models with the modules of Auto classes that transformers has imported."""
-    for name in _AUTO_MODULES:
+    for name, action in _ACTIONS.items():
         module = sys.modules.get(name)
         if module is not None and not getattr(module.__spec__, "_initializing", False):
-            _register_with(module)
+            action(module)
 
 
 class _AfterImport:
@@ -157,8 +171,7 @@ def register_on_import() -> None:
     """Register the native models now, and whenever transformers or this package imports a class that it needs."""
     register()
     configurations = (f"mllm_seqpar.models.{native.package}.configuration" for native in NATIVE_MODELS.values())
-    actions = dict.fromkeys(_AUTO_MODULES, _register_with) | dict.fromkeys(configurations, register)
-    sys.meta_path.insert(0, _AfterImport(actions))
+    sys.meta_path.insert(0, _AfterImport(_ACTIONS | dict.fromkeys(configurations, register)))
 
 
 CODE_MODULE = "mllm_seqpar_code"

@@ -28,7 +28,8 @@ def causal_lm_output(
     model: Any, outputs: Any, labels: Tensor | None, shift_labels: Tensor | None, logits_to_keep: Any, **kwargs: Any
 ) -> CausalLMOutputWithPast:
     """Return the logits for the hidden states in `outputs`, and the loss if there are labels of either form."""
-    logits, loss = model.get_output_embeddings()(select_logit_rows(outputs.last_hidden_state, logits_to_keep)), None
+    logits = model.get_output_embeddings()(select_logit_rows(outputs.last_hidden_state, logits_to_keep))
+    loss = None
     if labels is not None or shift_labels is not None:
         if shift_labels is not None:
             shift_labels = shift_labels.contiguous()  # transformers' loss needs a view of it

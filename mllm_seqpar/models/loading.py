@@ -91,13 +91,15 @@ def _sizes_differ(folder: Path, cls: Any, config: Any) -> bool:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
+    if not stored:
+        return False
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(config))
     except Exception:  # noqa: BLE001 - of a class that computes while it is built; loading reports what is wrong
         return False
     sizes = {id(x): x.numel() for x in model.state_dict(keep_vars=True).values()}
-    return stored not in (0, sum(sizes.values()))
+    return stored != sum(sizes.values())
 
 
 def model_class(folder: Path) -> tuple[Any, Any]:
@@ -109,9 +111,10 @@ def model_class(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = _require_config(folder)
-    if (native := _native_model(folder)) is not None:
-        return native.named(native.config).from_pretrained(path), native.named(native.model)
+    native = _native_model(folder)
     with _reading(folder, ValueError):
+        if native is not None:
+            return native.named(native.config).from_pretrained(path), native.named(native.model)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
     cls = next((registered for auto in autos if (registered := model_class_of(auto, config)) is not None), None)
@@ -173,11 +176,7 @@ def load_clean(
     """
     from transformers import PreTrainedModel
 
-    if options.get("ignore_mismatched_sizes"):
-        raise ConfigError(
-            "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
-            "resize_token_embeddings after loading for another vocabulary"
-        )
+    refuse_ignored_sizes(options)
     path = None if path is None else os.fspath(path)
     options["output_loading_info"] = True
     if getattr(from_pretrained, "__func__", None) is PreTrainedModel.from_pretrained.__func__:
@@ -189,6 +188,15 @@ def load_clean(
     what = what or ("state_dict" if path is None else path)
     require_clean({**report, "unexpected_keys": unexpected}, what, expected=expected or type(model).__name__)
     return model, report
+
+
+def refuse_ignored_sizes(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `ignore_mismatched_sizes` is among the options of `from_pretrained` and is True."""
+    if options.get("ignore_mismatched_sizes"):
+        raise ConfigError(
+            "ignore_mismatched_sizes is True, which would leave weights at random values: leave it out, and use "
+            "resize_token_embeddings after loading for another vocabulary"
+        )
 
 
 def tensor_names(files: Iterable[Path]) -> set[str]:

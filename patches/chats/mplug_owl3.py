@@ -90,10 +90,10 @@ class MPlugOwl3Chats(ChatFamily):
         pairs = [
             pair for messages, sources in zip(conversations, media, strict=True) for pair in media_of(messages, sources)
         ]
-        grids = []
-        for source in (source for kind, source in pairs if kind == "image"):
-            grids.append(getattr(source, "grid", None))  # None for an image that is one frame
-            if grids[-1] is None and len(source) != 1:
+        images = [source for kind, source in pairs if kind == "image"]
+        grids = [getattr(source, "grid", None) for source in images]  # None for an image that is one frame
+        for source, grid in zip(images, grids, strict=True):
+            if grid is None and len(source) != 1:
                 raise DataError(f"an image was given {len(source)} frames; pass one image, or show several as a video")
         encoded = self.processor.encode(
             conversations,

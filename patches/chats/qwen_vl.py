@@ -42,6 +42,10 @@ _MARKS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "vide
 class StillImage(ImageListSource):
     """A still image, one temporal patch; a list of images as a video is not one."""
 
+    def __init__(self, image: ImageListSource) -> None:
+        """Take the images of another source, which has checked their files."""
+        object.__setattr__(self, "images", image.images)
+
 
 @dataclass(frozen=True)
 class TemporalPatches(FrameSource):
@@ -99,7 +103,7 @@ class QwenVLChats(ChatFamily):
     fps_of_pictures = 2.0
 
     def still_frames(self, image: ImageListSource) -> FrameSource:
-        return StillImage(image.images)
+        return StillImage(image)
 
     def frame_groups(self, source: FrameSource) -> FrameSource:
         frames = 1 if isinstance(source, StillImage) else self._videos.temporal_patch_size

@@ -7,9 +7,9 @@ from transformers import Qwen3VLTextConfig, Qwen3VLVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from mllm_seqpar._logging import get_logger
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, require_distinct
 from mllm_seqpar.models.auto_classes import SavedWithCode
-from mllm_seqpar.models.mplug_owl3.configuration import refuse_length_dependent_rope, require_distinct
+from mllm_seqpar.models.mplug_owl3.configuration import refuse_length_dependent_rope
 
 _log = get_logger(__name__)
 

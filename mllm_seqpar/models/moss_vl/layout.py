@@ -205,10 +205,10 @@ def moss_vl_layout(
         ShapeError, MaskError: the arguments do not fit together.
     """
     device = sizes.device
-    beams = batch // max(1, len(frames))
-    counts = torch.tensor(list(frames) or [0] * batch, device=device).repeat_interleave(beams if frames else 1)
-    ends = torch.tensor(frames, device=device).cumsum(0) if frames else counts.cumsum(0)  # without frames, all 0
-    starts = torch.nn.functional.pad(ends, (1, 0))[:-1].repeat_interleave(beams if frames else 1)
+    of_samples = torch.tensor(list(frames) or [0] * batch, device=device)
+    beams = batch // max(1, len(of_samples))
+    counts = of_samples.repeat_interleave(beams)
+    starts = (of_samples.cumsum(0) - of_samples).repeat_interleave(beams)
     real = real_tokens(attention_mask, batch, past_length, past_length + length, device)
     first, stop = (starts[:, None].expand(batch, length) for _ in range(2))
     stop = stop + counts[:, None]

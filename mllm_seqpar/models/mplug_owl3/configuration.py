@@ -1,10 +1,9 @@
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 from transformers import Qwen2Config, SiglipVisionConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from mllm_seqpar.errors import ConfigError, require_one_of
+from mllm_seqpar.errors import ConfigError, require_distinct, require_one_of
 from mllm_seqpar.models.auto_classes import SavedWithCode
 
 GATES = ("per_head", "vector", None)
@@ -84,12 +83,6 @@ class MPlugOwl3Config(SavedWithCode, Qwen2Config):
         note = f": layers counted from 1, up to num_hidden_layers={count}"
         require_distinct("hyper_layers", self.hyper_layers or [], 1, count, note)
         refuse_length_dependent_rope(self)
-
-
-def require_distinct(name: str, numbers: Sequence[int], first: int, last: int, note: str) -> None:
-    """Raise ConfigError unless a field lists distinct numbers from `first` to `last`; `note` ends the message."""
-    if len(set(numbers)) != len(numbers) or not all(first <= number <= last for number in numbers):
-        raise ConfigError(f"{name} is {list(numbers)}; expected distinct numbers from {first} to {last}{note}")
 
 
 def refuse_length_dependent_rope(config: Any) -> None:

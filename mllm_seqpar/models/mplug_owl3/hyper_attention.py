@@ -9,7 +9,7 @@ patched forward attends to the text and frames of all ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
@@ -190,13 +190,12 @@ def row_blocks(first: list[int], stop: list[int], tokens_per_frame: int) -> list
             first_frame, stop_frame = min(last.first_frame, low), max(last.stop_frame, high)
             attends = last.first_frame < last.stop_frame
             short = not last.uniform or last.stop - last.start <= SHORT_RUN
-            if (
-                attends
-                and short
-                and (end - last.start) * (stop_frame - first_frame) * tokens_per_frame <= MASK_ELEMENTS
-            ):
-                joined = {"start": blocks.pop().start, "first_frame": first_frame, "stop_frame": stop_frame}
-                block = replace(block, **joined, uniform=False)
+            elements = (end - last.start) * (stop_frame - first_frame) * tokens_per_frame
+            if attends and short and elements <= MASK_ELEMENTS:
+                blocks.pop()
+                block = RowBlock(
+                    start=last.start, stop=end, first_frame=first_frame, stop_frame=stop_frame, uniform=False
+                )
         blocks.append(block)
         begin = end
     return blocks

@@ -25,7 +25,7 @@ from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
 from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
-from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
+from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean, refuse_ignored_sizes
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
@@ -123,6 +123,7 @@ class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedM
         """
         if kwargs.get("use_safetensors") is False:
             raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
+        refuse_ignored_sizes(kwargs)  # before the names of the weights are read, which may download them
         hub = hub_options(kwargs)
         if isinstance(config, MPlugOwl3Config):
             complete = copy.deepcopy(config)

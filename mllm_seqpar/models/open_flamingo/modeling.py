@@ -40,7 +40,8 @@ def open_flamingo() -> tuple[Any, Any, Any]:
         try:
             import open_clip  # noqa: F401
         except ImportError:
-            sys.modules["open_clip"], replaced = types.ModuleType("open_clip"), True
+            sys.modules["open_clip"] = types.ModuleType("open_clip")
+            replaced = True
     try:
         from open_flamingo import Flamingo
         from open_flamingo.src.flamingo_lm import FlamingoLMMixin

@@ -290,7 +290,12 @@ class VideoMllamaForConditionalGeneration(LocalCode, MllamaForConditionalGenerat
     def from_pretrained(
         cls, path: str | os.PathLike[str], *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a model as transformers does; raise DataError if the weights are not exactly those of the model."""
+        """Load a model as transformers does.
+
+        Raises:
+            DataError: the weights are not exactly those of the model.
+            ConfigError: `ignore_mismatched_sizes` is True.
+        """
         kwargs["key_mapping"] = _PUBLISHED_NAMES | (kwargs.get("key_mapping") or {})
         loaded = load_clean(super().from_pretrained, path, **kwargs)
         return loaded if output_loading_info else loaded[0]

@@ -340,8 +340,8 @@ class MossVLProcessor(NativeProcessor):
         clips = [] if videos is None else clips_of(videos, of_videos, video_kwargs.get("video_metadata"))
         clips = flattened(clips, counts[VIDEO], VIDEO, "videos or segments", nested=False)
         encoded = self.image_processor.encoded(stills, of_images)
-        images = (MediumInputs(patches, grid, PLACEHOLDER) for patches, grid in encoded)
-        inputs: dict[str, Iterator[MediumInputs]] = {IMAGE: images, VIDEO: _videos(clips, of_videos)}
+        shown = (MediumInputs(patches, grid, PLACEHOLDER) for patches, grid in encoded)
+        inputs: dict[str, Iterator[MediumInputs]] = {IMAGE: shown, VIDEO: _videos(clips, of_videos)}
         return [[next(inputs[mark]) for mark in sample] for sample in marks]
 
     def blank(self) -> MediumInputs:

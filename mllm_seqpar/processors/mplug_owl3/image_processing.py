@@ -220,8 +220,8 @@ def resized(frames: Tensor, height: int, width: int) -> Tensor:
         return F.interpolate(frames, size=(height, width), mode="bicubic", antialias=True).clamp(0, 1)
     if frames.device.type == "cpu" and (pillow := _pillow()) is not None:
         images = (pillow.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames)
-        arrays = [np.array(image.resize((width, height), pillow.Resampling.BICUBIC)) for image in images]
-        return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
+        small = (image.resize((width, height), pillow.Resampling.BICUBIC) for image in images)
+        return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in small])
     levels = frames.float()
     for size in ((frames.shape[2], width), (height, width)):  # Pillow rounds to whole levels after each pass
         levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).clamp(0, 255).round()

@@ -119,7 +119,8 @@ class MPlugOwl3Processor(NativeProcessor):
         hub = hub_options(kwargs)
         parts = {name: kwargs.pop(name, None) for name in PARTS}
         options = processor_options(pretrained_model_name_or_path, files, explicit, **hub)
-        images = partial(MPlugOwl3ImageProcessor, **{x: options.pop(x) for x in _IMAGE_OPTIONS if x in options})
+        image_options = {x: options.pop(x) for x in _IMAGE_OPTIONS if x in options}
+        images = partial(MPlugOwl3ImageProcessor, **image_options)
         return cls._of_directory(pretrained_model_name_or_path, parts, images, options=options, hub=hub, **kwargs)
 
     @property

@@ -149,7 +149,7 @@ def test_from_pretrained_checks_its_options(tmp_path: Path) -> None:
             load(tmp_path, **stated)
     for name, value in (("ignore_mismatched_sizes", True), ("use_safetensors", False)):
         with pytest.raises(ConfigError, match=f"{name} is {value}"):
-            load(tmp_path, **{name: value})
+            load(tmp_path / "absent", **{name: value})  # before anything is read
     with pytest.raises(ConfigError, match="together with config"):
         load(None, config=config)
 

@@ -42,9 +42,19 @@ def test_errors_of_this_package_that_a_library_calls_are_its_own(tmp_path: Path)
     assert library_fault(found.value) is None
 
 
-def test_error_of_a_native_config_names_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mplugowl3", "gate": "x"}')
-    with pytest.raises(ConfigError, match=f"^--model {re.escape(str(tmp_path))}: gate is 'x'; expected one of"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"model_type": "mplugowl3", "gate": "x"}', "gate is 'x'; expected one of"),
+        (
+            '{"model_type": "mllama", "architectures": ["VideoMllamaForConditionalGeneration"], "pool_mode": "x"}',
+            "pool_mode is 'x'; expected one of",
+        ),
+    ],
+)
+def test_error_of_a_native_config_names_the_directory(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=f"^--model {re.escape(str(tmp_path))}: {message}"):
         load_config(str(tmp_path))
 
 
