@@ -13,7 +13,6 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from torch import Tensor
 
@@ -165,11 +164,10 @@ class Totals:
 
 def _keys_per_frame(model: str) -> int | None:
     """Return the visual tokens of each frame; None if they depend on its size, or the planner lacks the family."""
-    from mllm_seqpar.models.hub import local_directory
     from mllm_seqpar.planner.model_sizes import read_model
 
     try:
-        sizes = read_model(local_directory(model))
+        sizes = read_model(model)
     except SeqParError:
         return None
     return None if sizes.keys_vary else sizes.vision.keys
@@ -240,7 +238,7 @@ def _report(dataset: ChatDataset, index: int, row: _Row, totals: Totals, long: f
         media.append(checked)
         if checked.seconds > long:
             totals.long += 1
-            clock, frames = timedelta(seconds=round(checked.seconds)), len(checked.source)
+            clock, frames = _clock(checked.seconds), len(checked.source)
             yield f"{place}: long: {medium.files[0]} has {clock}, {frames:,} frames are used"
     if not faults:
         sample = ChatSample(place, chat, tuple(checked.source for checked in media))
@@ -248,6 +246,12 @@ def _report(dataset: ChatDataset, index: int, row: _Row, totals: Totals, long: f
     totals.samples, totals.broken = totals.samples + 1, totals.broken + bool(faults)
     for fault in faults:
         yield f"{place}: broken: {fault.removeprefix(f'{place}: ')}"
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration in hours, minutes and seconds, also above a day."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _count(dataset: ChatDataset, sample: ChatSample, totals: Totals, media: Sequence[_Checked]) -> list[str]:

@@ -85,6 +85,7 @@ def convert(argv: Sequence[str]) -> None:
                 processor = load_processor(source)
                 model: Any = load_model(source, dtype=dtype or "auto")
                 model.save_pretrained(draft)
+                del model  # the weights are not needed for what follows
             processor.save_pretrained(draft)
         else:
             from mllm_seqpar.models import open_flamingo

@@ -22,12 +22,14 @@ WIDTH = 100
 
 def as_text(plan: Plan) -> str:
     """Return a heading, a table with a column for each strategy, and the best one with the reason; lines of WIDTH."""
-    heading, verdict = list[str](), list[str]()
-    for lines, texts in (heading, _heading(plan)), (verdict, _verdict(plan)):
-        for text in texts:
-            indent = "    " if text.startswith(" ") else "  "
-            lines += textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False)
-    return "\n".join([*heading, "", *_table(plan), "", *verdict])
+    return "\n".join([*_wrapped(_heading(plan)), "", *_table(plan), "", *_wrapped(_verdict(plan))])
+
+
+def _wrapped(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of texts. Those after the first of a text are indented, by more if the text is."""
+    for text in texts:
+        indent = "    " if text.startswith(" ") else "  "
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

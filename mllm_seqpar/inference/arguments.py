@@ -19,8 +19,15 @@ TIMEOUT: dict[str, Any] = {"default": None, "above": 0, "most": LONGEST_TIMEOUT}
 
 _OF_A_DATA_SET = ("output", "choices", "template", "media_root", "sp")
 _OF_A_QUESTION = (
-    *("max_new_tokens", "temperature", "strategy", "self_attention", "tile", "mlp_chunk_size", "kernel"),
-    *("evidence", "evidence_html"),
+    "max_new_tokens",
+    "temperature",
+    "strategy",
+    "self_attention",
+    "tile",
+    "mlp_chunk_size",
+    "kernel",
+    "evidence",
+    "evidence_html",
 )
 _OF_VIDEOS = ("video", "start", "end", "question", "features", "save_features", "report", "evidence_html")
 
@@ -137,27 +144,20 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
         for name in _OF_A_DATA_SET:
             self._refuse_unused(name, "it belongs to --questions")
         stored = self.features is not None
-        for fault, text in (
-            (
-                not self.video and not stored,
-                "no video to ask about: give --video FILE, --features DIR of an encoded video, or --questions FILE",
-            ),
-            (
-                stored and self.save_features is not None,
-                "--features and --save_features: features that are on disk are not written again; give one of them",
-            ),
-            (
-                stored and len(self.video) > 1,
-                "--features and several --video: give --features alone, or one video to compare with",
-            ),
-            (
-                not self.question and self.save_features is None,
-                'nothing to do: give --question "...", or --save_features DIR to encode only',
-            ),
-            (not all(map(str.strip, self.question)), "--question: the question is empty; give a text"),
-        ):
-            if fault:
-                raise ConfigError(text)
+        if not self.video and not stored:
+            raise ConfigError(
+                "no video to ask about: give --video FILE, --features DIR of an encoded video, or --questions FILE"
+            )
+        if stored and self.save_features is not None:
+            raise ConfigError(
+                "--features and --save_features: features that are on disk are not written again; give one of them"
+            )
+        if stored and len(self.video) > 1:
+            raise ConfigError("--features and several --video: give --features alone, or one video to compare with")
+        if not self.question and self.save_features is None:
+            raise ConfigError('nothing to do: give --question "...", or --save_features DIR to encode only')
+        if any(not question.strip() for question in self.question):
+            raise ConfigError("--question: the question is empty; give a text")
         if not self.question:
             for name in _OF_A_QUESTION:
                 self._refuse_unused(name, "there is no question; give --question, or leave it out")

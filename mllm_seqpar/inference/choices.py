@@ -26,9 +26,12 @@ def spellings(tokenizer: Any, prompt: Sequence[int], text: str) -> list[list[int
     None of them begins with another one. If the tokenizer would join the text with the end of the prompt, the tokens
     of the text alone are used.
     """
-    following = [continuation(tokenizer, prompt, spelled) for spelled in (text, f" {text}")]
-    ways = [tokens for tokens in following if tokens] or [tokenizer.encode(text, add_special_tokens=False)]
-    ways = ways[:1] if ways[0] == ways[-1] else ways
+    ways: list[list[int]] = []
+    for spelled in (text, f" {text}"):
+        tokens = continuation(tokenizer, prompt, spelled)
+        if tokens and tokens not in ways:
+            ways.append(tokens)
+    ways = ways or [tokenizer.encode(text, add_special_tokens=False)]
     return [tokens for tokens in ways if not any(tokens[: len(o)] == o for o in ways if o is not tokens)]
 
 

@@ -253,8 +253,14 @@ class Conversation:
                     output = self._generate(text, new=new, streamer=written, stopping_criteria=criteria, **options)
                 attention = None if recorded is None else recorded.result()
         except PrefillInterrupted:
-            nothing: dict[str, Any] = {"text": "", "tokens": [], "prefill_seconds": 0.0, "decode_seconds": 0.0}
-            return Answer(**nothing, prompt_tokens=length, finish_reason="interrupted")
+            return Answer(
+                text="",
+                tokens=[],
+                prompt_tokens=length,
+                prefill_seconds=0.0,
+                decode_seconds=0.0,
+                finish_reason="interrupted",
+            )
         tokens, seen = output.sequences[0, length:].tolist(), None
         if attention is not None:
             finite = all(bool(x.isfinite().all()) for x in (attention.frames, attention.text))

@@ -104,18 +104,19 @@ def load_video(
 
 def feature_meta(source: VideoSource, model: str, chat_format: ChatFamily, frames: FrameChoice) -> dict[str, Any]:
     """Return what the features of `source` depend on, for the store: video, choice of frames, and model directory."""
+    pixels = _pixels(source)
     return {
         **source_meta(source.plan),
         **vars(frames),
         **chat_format.frame_metadata(source),
-        **{name: pixels for name, pixels in _pixels(source).items() if pixels is not None},
+        **({} if pixels is None else {"pixels": pixels}),
         "model": model_fingerprint(model, chat_format.feature_weights),
     }
 
 
-def _pixels(source: VideoSource) -> dict[str, str | None]:
+def _pixels(source: VideoSource) -> str | None:
     """Return how pixels of a frame store differ from those of the video; None if they are equal."""
-    return {"pixels": None if source.stored is None else source.stored.pixels}
+    return None if source.stored is None else source.stored.pixels
 
 
 def open_store(
@@ -138,7 +139,7 @@ def open_store(
     if source is not None:
         meta = source_meta(source.plan)  # path and time are not compared: a copy on another disk is the same video
         compared = ("source_size", "source_digest", "frames", "frame_times")
-        store.require(**{name: meta[name] for name in compared}, **_pixels(source))
+        store.require(**{name: meta[name] for name in compared}, pixels=_pixels(source))
     if store.meta.get("model") != model_fingerprint(model, chat_format.feature_weights):
         raise DataError(
             f"{directory}: these features were made by another model than {model} (its vision tower, projector or "

@@ -49,11 +49,8 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
     self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
     model, text, training, lora = workload.model, workload.model.text, workload.training, workload.lora_r
-    n, trained, element = (
-        workload.gpus if workload.weights_sharded else 1,
-        workload.trained_parameters,
-        workload.element,
-    )
+    n = workload.gpus if workload.weights_sharded else 1
+    trained, element = workload.trained_parameters, workload.element
     kinds = memory_after_tower(workload, spec, text_spec)
     if workload.gpus > 1:
         kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES

@@ -7,7 +7,7 @@ been accepted by all ranks; comments (": ...") then report the progress of the e
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,8 +245,11 @@ def _add_previews(app: FastAPI, previews: Previews) -> None:
         return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=3600"})
 
 
-def _page(file: Path) -> Callable[[], Response]:
-    return lambda: FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
+def _page(file: Path) -> Callable[[], Awaitable[Response]]:
+    async def page() -> Response:  # FastAPI would run a plain function in a thread
+        return FileResponse(file, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
+
+    return page
 
 
 def _page_files() -> dict[str, Path]:

@@ -235,8 +235,10 @@ class MediaStore:
             clips = []
             for where, part in media.items():
                 try:
-                    find = self._upload if part.kind == "file" else self._named
-                    path, name = find(used, part.source, abandoned)
+                    if part.kind == "file":
+                        path, name = self._upload(used, part.source)
+                    else:
+                        path, name = self._named(used, part.source, abandoned)
                     if part.kind != "image_url" and not (part.kind == "file" and is_image_file(str(path))):
                         clips.append(Clip.of_file("video", str(path), part.frames.over(frames), name=name))
                     elif stated := part.frames.given():
@@ -266,7 +268,7 @@ class MediaStore:
                 self._removed.discard(path)
                 path.unlink(missing_ok=True)
 
-    def _upload(self, used: ExitStack, file_id: str, _: Callable[[], bool]) -> tuple[Path, str]:
+    def _upload(self, used: ExitStack, file_id: str) -> tuple[Path, str]:
         with self._lock:
             try:
                 upload = self.upload(file_id)

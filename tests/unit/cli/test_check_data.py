@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from chats import chat, video, write_rows
 from mllm_seqpar.__main__ import main
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.needle import make_needle_videos
+from mllm_seqpar.cli import check_data
 from mllm_seqpar.errors import LengthError
 from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.models.loading import load_processor
@@ -69,6 +71,15 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
         ]
 
 
+def test_hours_of_a_long_video_are_not_split_into_days(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_data, "probe", lambda path: SimpleNamespace(duration=90000.4))
+    path = write_rows(folder / "train.jsonl", [chat(video("a.mp4", num_frames=8), "What?")])
+    status, lines = check(capsys, path)
+    assert status == 0 and lines[0] == f"{path}:1: long: a.mp4 has 25:00:00, 8 frames are used"
+
+
 def test_sample_longer_than_the_context_of_the_model_is_broken(
     folder: Path, inference_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,3 +127,10 @@ def test_several_data_sets_and_one_video_of_many_questions(
     assert [line.partition(": ")[2] for line in lines if "samples" in line] == [
         "5 samples, 0 broken, 0 long videos; the good samples have 5 videos and 0 images with 10 frames"
     ] * 2
+
+
+def test_help_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check-data", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--workers WORKERS files opened at once" in shown and "DATA JSONL, JSON, CSV, parquet" in shown
