@@ -20,7 +20,9 @@ def target_mask(offsets: Any, spans: Sequence[Sequence[Span]]) -> list[list[int]
     """
     rows = []
     for row, answers in zip(offsets, spans, strict=True):
-        begin, end = np.asarray(row).reshape(-1, 2, 1).transpose(1, 0, 2)
-        first, last = np.asarray(answers, int).reshape(-1, 2).T
-        rows.append(((begin < last) & (end > first)).any(1).astype(int).tolist())
+        begin, end = np.asarray(row).reshape(-1, 2).T
+        inside = np.zeros(len(begin), dtype=bool)
+        for first, last in answers:
+            inside |= (begin < last) & (end > first)
+        rows.append(inside.astype(int).tolist())
     return rows

@@ -40,7 +40,7 @@ from .records import VIDEO_ID
 _UNSUPPORTED_KEYS = ("audio", "audios", "tools")
 """Keys of records whose content is refused in all layouts."""
 
-_REFUSED_KEYS = {"image", "images", "video", "videos", *_UNSUPPORTED_KEYS, *FRAME_FIELDS}
+_REFUSED_KEYS = {"image", "images", "video", "videos", *FRAME_FIELDS}
 """Keys of records whose content is refused beside messages that show no media of the record's lists."""
 
 _TURN_WEIGHTS = ("weight", "loss", "loss_scale", "train", "training")
@@ -93,9 +93,13 @@ def read_record(
     if not isinstance(record, Mapping):
         raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
     allowed = replace(FILES, marks=marks)
-    chat = Chat.parse(_messages(record, template, answered), allowed)
-    chat.check_targets() if answered else chat.check_order(answered=False)
+    messages = _messages(record, template, answered)
     _refuse(_UNSUPPORTED_KEYS, record)
+    chat = Chat.parse(messages, allowed)
+    if answered:
+        chat.check_targets()
+    else:
+        chat.check_order(answered=False)
     system = record.get("system")
     if not _has_content(system):
         return chat
@@ -175,10 +179,10 @@ def plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
         return given
     media = _MEDIA_PARTS[kind]
     names = {key for key in (kind, f"{media}_url", media, "url") if key in given}
-    if len(names) != 1 or {"path", "images"} & set(given):
+    if len(names) != 1:
         return {**given, "type": media}
-    (source,) = names
-    merged = with_members(given, source)
+    # `detail` has no effect, so it may be stated beside the object and inside it.
+    merged = with_members({key: given[key] for key in given if key != "detail"}, *names)
     if {"path", "images"} & set(merged):
         return {**given, "type": media}
     value = merged.get("url")
@@ -198,8 +202,9 @@ def _turns(conversations: Any) -> Iterator[dict[str, Any]]:
                 "human, gpt or system"
             )
         # A weight may state what is done anyway: answers have the weight 1, and other turns 0.
-        as_stated = {key: _ROLES[speaker] == "assistant" for key in _TURN_WEIGHTS}
-        if weights := [key for key in _TURN_KEYS if _has_content(turn.get(key)) and turn[key] != as_stated.get(key)]:
+        is_target = _ROLES[speaker] == "assistant"
+        given = [key for key in _TURN_KEYS if _has_content(turn.get(key))]
+        if weights := [key for key in given if key not in _TURN_WEIGHTS or turn[key] != is_target]:
             raise DataError(
                 f"turn {number} of conversations has {weights[0]} {turn[weights[0]]!r:.60}, which would be ignored; "
                 "all answers are targets with the same weight, so leave the key or the record out"
@@ -314,7 +319,8 @@ def _fill(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> list[dic
         available = {"image": available["video"], "video": []}
     for kind, parts in available.items():
         if placeholders.count(kind) != len(parts):
-            files, marks = (", ".join(x) for x in ((part["path"] for part in media), (f"<{x}>" for x in placeholders)))
+            files = ", ".join(part["path"] for part in media)
+            marks = ", ".join(f"<{x}>" for x in placeholders)
             raise DataError(
                 f"has {len(media)} files ({files:.120}) and the placeholders {marks or 'none'}; write one for each "
                 "file, where it is shown, and none for a part that names its own file"

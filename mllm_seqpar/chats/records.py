@@ -16,7 +16,7 @@ import os
 import re
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from glob import escape, glob, has_magic
@@ -77,8 +77,13 @@ def open_records(path: str | os.PathLike[str], *, media_root: str | os.PathLike[
     if len(kinds) > 1:
         raise DataError(f"{name}: matches files of several kinds ({', '.join(sorted(kinds))}); give files of one kind")
     (kind,) = kinds
-    tables = dict.fromkeys((*_BUILDERS, _SAVED), TableRecords)
-    records: Records = {**tables, ".tar": TarRecords}.get(kind, JsonRecords)(files)
+    records: Records
+    if kind == ".tar":
+        records = TarRecords(files)
+    elif kind == _SAVED or kind in _BUILDERS:
+        records = TableRecords(files)
+    else:
+        records = JsonRecords(files)
     records.path = Path(name)
     if media_root is not None:
         records.folders = (Path(media_root),)
@@ -314,15 +319,23 @@ class EmbeddedRecords(Records):
         """Return what reads a medium, None if only its path is known, and its path, which may be empty."""
 
     def locate(self, index: int, name: str) -> str:
-        with reading(f"{name}: cannot be read", f"it is inside {self.path}", VideoError):
-            if (place := self._embedded(index, name)) is None:
-                return super().locate(index, name)
-            column, number = place
+        fault, where = f"{name}: cannot be read", f"it is inside {self.path}"
+        with reading(fault, where, VideoError):
+            place = self._embedded(index, name)
+        if place is None:
+            return super().locate(index, name)
+        column, number = place
+        with reading(fault, where, VideoError):
             read, path = self._content(index, column, number)
         if read is not None:
+
+            def content() -> Iterator[bytes]:
+                with reading(fault, where, VideoError):  # otherwise, the cache would say that it cannot be written
+                    medium = read()
+                yield medium
+
             key = digest_of(f"{self._version} {index} {column} {number}")
-            name = key + Path(path).suffix
-            return str(media_cache().file(name, "a file inside a table", lambda: iter([read()])))
+            return str(media_cache().file(key + Path(path).suffix, "a file inside a table", content))
         if not path:
             raise VideoError(f"column {column} has neither bytes nor a path in this row")
         return super().locate(index, path)
@@ -354,14 +367,17 @@ class TableRecords(EmbeddedRecords):
 
     def _row(self, index: int) -> Any:
         row = self._rows[index] if self._rows.column_names else {}
+        if not self._media:
+            return row
+        cells = self._table[index]
         for column in self._media:
-            if (files := self._files(index, column)) is not None:
+            if (files := self._files(cells, column)) is not None:
                 row[column] = [f"{_EMBEDDED}{column}/{number}" for number in range(len(files))]
         return row
 
-    def _files(self, index: int, column: str) -> Any:
-        """Return the files in a column of a row, without reading their bytes; None if the cell is null."""
-        cell = self._table[index].column(column)[0]
+    def _files(self, cells: Any, column: str) -> Any:
+        """Return the files in a column of an arrow row, without reading their bytes; None if the cell is null."""
+        cell = cells.column(column)[0]
         if not cell.is_valid:
             return None
         return cell.values if hasattr(cell.type, "value_type") else [cell]
@@ -375,7 +391,7 @@ class TableRecords(EmbeddedRecords):
     def _content(self, index: int, column: str, number: int) -> tuple[Callable[[], bytes] | None, str]:
         from pyarrow import types
 
-        cell = self._files(index, column)[number]
+        cell = self._files(self._table[index], column)[number]
         fields = {field.name for field in cell.type} if types.is_struct(cell.type) else set()
         content = cell["bytes"] if "bytes" in fields else cell
         path = cell["path"].as_py() if "path" in fields else None

@@ -107,10 +107,9 @@ class SeqParMixin(_Base):
         super().__init__(*args, **kwargs)
         if self._trl is not None:
             refuse_collator(self.data_collator, self.processing_class)
-        mesh = self.accelerator.torch_device_mesh
-        group = (
-            None if mesh is None else mesh["cp"] if "cp" in (mesh.mesh_dim_names or ()) else dist.new_subgroups(1)[0]
-        )
+        mesh, group = self.accelerator.torch_device_mesh, None
+        if mesh is not None:  # without the axis cp, a degree of one on several processes is pure data parallelism
+            group = mesh["cp"] if "cp" in (mesh.mesh_dim_names or ()) else dist.new_subgroups(1)[0]
         self._patch(self.model, group, seqpar)
         if getattr(self, "ref_model", None) is not None:
             self._patch(self.ref_model, group, seqpar, self.accelerator.autocast)

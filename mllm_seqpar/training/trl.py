@@ -74,17 +74,21 @@ def remove_fused_head(model: nn.Module) -> None:
         ConfigError: the forward is not one that TRL made.
     """
     forward = vars(model).get("forward")
-    while forward is not None:
-        module = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
-        if str(module).partition(".")[0] == "trl":
-            break
+    while forward is not None and not _is_of_trl(forward):
         forward = getattr(forward, "__wrapped__", None)
-    else:
+    if forward is None:
         raise ConfigError(
             f"TRL did not replace the forward of {type(model).__name__}, as TRL 1.16 does; install trl>=1.16,<2, or "
             "report its version to the authors of mllm_seqpar"
         )
     object.__delattr__(model, "forward")
+
+
+def _is_of_trl(forward: Any) -> bool:
+    """Return whether a function, or the function of a method, is defined in a module of TRL."""
+    function = getattr(forward, "__func__", forward)
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(module).partition(".")[0] == "trl"
 
 
 @dataclass

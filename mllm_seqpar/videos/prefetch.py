@@ -45,7 +45,8 @@ def begin_ahead(
 
     Args:
         open_item: opens the items, one after the other in a thread of its own; `make` then takes what it returns.
-        size: the bytes of the result of an open item. They count from when `make` begins until the future is yielded.
+        size: the bytes of the result of an open item. They count from when `make` is submitted until the future is
+            yielded.
         limit: of these bytes. Results without which none would count may exceed it. No thread waits for memory: what
             does not fit is begun by the thread that frees bytes, so that a program can end without closing this.
     """
@@ -78,11 +79,19 @@ def begin_ahead(
             opened.append(entry)
         make_what_fits()
 
+    def make_step(future: Future[Result], value: Any) -> None:
+        future.set_result(make(value))
+
     def make_what_fits() -> None:
         with lock:
-            while opened and (not (held := sum(counted.values())) or held + opened[0][2] <= limit):
-                future, value, counted[future] = opened.popleft()
-                submit(making, lambda future, value: future.set_result(make(value)), future, value)
+            while opened:
+                future, value, added = opened[0]
+                held = sum(counted.values())
+                if held and held + added > limit:
+                    return
+                opened.popleft()
+                counted[future] = added
+                submit(making, make_step, future, value)
 
     def begin(item: Item) -> Future[Result]:
         if open_item is None:

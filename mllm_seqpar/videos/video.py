@@ -47,7 +47,7 @@ _PREFIX = 64
 """Packets at the start of a file whose index is complete, whose times are compared with the codec's order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VideoInfo:
     """Metadata of a video: the number, times and size of the frames that a decoder shows.
 
@@ -154,8 +154,15 @@ def _facts_of(path: str | os.PathLike[str], *, by_index: bool) -> VideoInfo:
         codec = stream.codec_context
         if by_index and _is_indexed(path, stream):
             if _begins_in_order(path, container, stream):
-                facts = stream.start_time, stream.duration, stream.time_base
-                return VideoInfo(os.fspath(path), stream.frames, codec.width, codec.height, *facts)
+                return VideoInfo(
+                    path=os.fspath(path),
+                    frames=stream.frames,
+                    width=codec.width,
+                    height=codec.height,
+                    start=stream.start_time,
+                    length=stream.duration,
+                    time_base=stream.time_base,
+                )
             return scan(path)
         packets = [packet_facts(codec.name, packet) for packet in demuxed(container, stream)]
         if not packets:
@@ -208,8 +215,17 @@ def _counted(path: str, why: str, _version: tuple[int, ...]) -> VideoInfo:
         frames = list(shown_frames(path, threads=1))
         last = frames[-1]
         ticks = tuple(frame.pts for frame in frames)
-        length, milliseconds = last.pts + last.duration, Fraction(1, 1000)
-        return VideoInfo(path, len(ticks), last.width, last.height, 0, length, milliseconds, ticks, why)
+        return VideoInfo(
+            path=path,
+            frames=len(ticks),
+            width=last.width,
+            height=last.height,
+            start=0,
+            length=last.pts + last.duration,
+            time_base=Fraction(1, 1000),
+            ticks=ticks,
+            distrust=why,
+        )
     best_effort, times = BestEffort(), list[int | None]()
     for frame in shown_frames(path, threads=0):
         times.append(best_effort(frame.pts, frame.dts))
@@ -229,9 +245,18 @@ def _scanned(
     """
     if not tail:
         tail = (ticks[-1] - ticks[0]) // (len(ticks) - 1) if len(ticks) > 1 else usual_step(stream)
-    length = ticks[-1] + max(tail, 1) - ticks[0]
-    codec, clock = stream.codec_context, stream.time_base
-    info = VideoInfo(os.fspath(path), len(ticks), codec.width, codec.height, ticks[0], length, clock, tuple(ticks), why)
+    codec = stream.codec_context
+    info = VideoInfo(
+        path=os.fspath(path),
+        frames=len(ticks),
+        width=codec.width,
+        height=codec.height,
+        start=ticks[0],
+        length=ticks[-1] + max(tail, 1) - ticks[0],
+        time_base=stream.time_base,
+        ticks=tuple(ticks),
+        distrust=why,
+    )
     stated = (container.duration or 0) / require_av().time_base
     if info.duration < 0.9 * stated:
         warn_once("%s: its video ends at %.1f s of the %.1f s that the file states", path, info.duration, stated)

@@ -246,7 +246,7 @@ def test_a_clip_has_the_frames_between_its_times(clips: Path) -> None:
 
 
 def test_rounding_does_not_choose_the_frame_at_the_end_of_a_clip() -> None:
-    info = VideoInfo("a.mkv", 60, 16, 16, 0, 60, Fraction(1, 30))
+    info = VideoInfo(path="a.mkv", frames=60, width=16, height=16, start=0, length=60, time_base=Fraction(1, 30))
     fps = 30 / 18.55  # the second frame is due at tick 18.55, and the clip ends before tick 18.6
     assert plan_frames(info, fps=fps, start=0.0, end=0.62).ticks == (0, 18)
     assert plan_frames(info, fps=fps, start=0.0, end=0.64).ticks == plan_frames(info, fps=fps).ticks[:2] == (0, 19)
