@@ -109,8 +109,11 @@ class Checkpoint:
 
         Later checks need the results of earlier ones, but those of the image and the video are independent.
         """
-        checks: dict[str, Callable[[], str]] = {"files": self.files, "names and shapes": self.names_and_shapes}
-        checks["processor"] = self.load_processor
+        checks: dict[str, Callable[[], str]] = {
+            "files": self.files,
+            "names and shapes": self.names_and_shapes,
+            "processor": self.load_processor,
+        }
         if not self.args.names_only:
             checks |= {
                 "model": self.load_model,
@@ -186,7 +189,8 @@ class Checkpoint:
         largest, text = compare(self.model, chat_format, media, kind, args.ranks, args.max_new_tokens)
         text += f"\n{time.monotonic() - start:.0f} s"
         dtype = next(self.model.parameters()).dtype
-        if not largest <= (limit := LARGEST_DIFFERENCE[dtype]):
+        limit = LARGEST_DIFFERENCE[dtype]
+        if not largest <= limit:
             raise ValueError(f"the patched model differs by more than {limit:g} in {dtype}\n{text}")
         return text
 

@@ -144,14 +144,14 @@ def kernels(args: argparse.Namespace) -> list[str]:
 
 def timed(
     attend: Callable[[], Tensor],
-    operands: Sequence[Tensor],
+    given: Sequence[Tensor],
     sizes: Sequence[int],
     args: argparse.Namespace,
     visible: float = 1.0,
 ) -> Row:
     """Return the columns of forward and backward; `visible` is the part of the entries that a mask shows."""
     repeats = args.repeats if visible == 1 else min(2, args.repeats)  # masks take long
-    *leaves, do = operands
+    *leaves, do = given
     return rates(medians_ms(passes(attend, leaves, do), args.device, repeats), sizes, visible)
 
 

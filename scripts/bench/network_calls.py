@@ -88,7 +88,7 @@ class Setting:
         return expanded * 8e-6 / (self.transfer_in_blocks * block_s)
 
 
-def scaled_row(name: str, row: PaperRow, ranks: int, rows: int | None = None, block_s: float | None = None) -> Setting:
+def scaled_row(name: str, row: PaperRow, ranks: int, rows: int | None, block_s: float | None) -> Setting:
     """Return the setting with the proportions of a row of the paper and `rows` query rows per rank (None: all)."""
     gpus, rows = GPUS[row.table], rows or row.rows // ranks
     transfer_s, block_of_paper_s = row.seconds["ring"] / (3 * (gpus - 1)), row.seconds["lv-xattn"] / (3.5 * gpus)
@@ -113,6 +113,10 @@ PAPER = {
 """Table and model of each setting taken from the paper, which uses the row with the longest video."""
 
 
+def _scaled(key: str, ranks: int, rows: int | None = None, block_s: float | None = None) -> Setting:
+    return scaled_row(key, paper_row(*PAPER[key]), ranks, rows, block_s)
+
+
 def _mesh(ranks: int, rows: int, keys: int) -> Setting:
     """Return a setting on one side of the crossover.
 
@@ -128,14 +132,10 @@ EMULATED = {"a30-flamingo": (8, 0.02), "a30-owl3": (2, 0.025), "a100-flamingo": 
 REAL = {"a30-flamingo": 64, "a30-owl3": 16, "a100-flamingo": 64}
 MESH = [(4, 512, 512), (4, 128, 2048), (6, 256, 512), (6, 128, 1024), (8, 512, 512), (8, 256, 1024), (8, 128, 2048)]
 SUITES: dict[str, Callable[[], list[Setting]]] = {
-    "paper": lambda: [scaled_row(key, paper_row(*PAPER[key]), 8, *sizes) for key, sizes in EMULATED.items()],
+    "paper": lambda: [_scaled(key, 8, *sizes) for key, sizes in EMULATED.items()],
     "tiles": lambda: [_mesh(*sizes) for sizes in MESH],
-    "real": lambda: [
-        replace(scaled_row(key, paper_row(*PAPER[key]), 2, rows), dtype="float32") for key, rows in REAL.items()
-    ],
-    "full": lambda: [
-        scaled_row(key, paper_row(*row), int(os.environ.get("WORLD_SIZE", "8"))) for key, row in PAPER.items()
-    ],
+    "real": lambda: [replace(_scaled(key, 2, rows), dtype="float32") for key, rows in REAL.items()],
+    "full": lambda: [_scaled(key, int(os.environ.get("WORLD_SIZE", "8"))) for key in PAPER],
 }
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import mllm_seqpar
+from launch import ROOT
 from mllm_seqpar.inference.evidence import clock
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:

@@ -252,8 +252,8 @@ import sys
 def absent(*names): print([name for name in names if name in sys.modules])
 import mllm_seqpar; absent("torch", "transformers", "accelerate")
 from mllm_seqpar.adapting import ModelSizes; absent("torch", "transformers", "accelerate")
-import mllm_seqpar.attention; absent("transformers", "accelerate")
-import mllm_seqpar.patching; absent("transformers", "accelerate")
+import mllm_seqpar.attention, mllm_seqpar.kernels; absent("transformers", "accelerate", "triton")
+import mllm_seqpar.patching; absent("transformers", "accelerate", "triton")
 import mllm_seqpar.data; absent("transformers", "av")
 from mllm_seqpar.adapting import ChatFamily, KVProjection; absent("transformers", "accelerate")
 """

@@ -8,12 +8,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from family_directories import MAKERS
+from launch import ROOT
 from mllm_seqpar.attention.executor import PartialResult
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ImageProcessor, MPlugOwl3Processor
 from model_copies import tiny_model
 from tiny_models.mplug_owl3 import tiny_tokenizer
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture

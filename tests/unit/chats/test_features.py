@@ -58,7 +58,7 @@ def test_any_number_of_ranks_reads_and_maps_the_store(
     frames = FrameSizes(10 if sizes is None else 5, sizes)
     assert (store.total_frames, store.sizes) == (frames.total, frames)
     assert (store.tokens_per_frame, store.hidden, store.dtype) == (embeds.shape[1], 8, dtype)
-    of_ranks = {key: frames.spans(*key) for key in itertools.product((1, 3, 4, 8, 12), FRAME_LAYOUTS)}
+    of_ranks = {key: frames.spans(*key) for key in itertools.product((1, 3, 4, 8, 11, 12), FRAME_LAYOUTS)}
     for key, by_rank in of_ranks.items():
         assert store.can_map(by_rank) or key != (world, layout)
     for spans in [*itertools.chain(*of_ranks.values()), ((3, 5), (0, 1)), ((2, 2),)]:

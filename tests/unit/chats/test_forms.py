@@ -83,6 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"role": "assistant", "content": [{"type": "text", "text": "It."}]},
         ],
     ),
+    "OpenAI with the detail of an image in two places": (
+        {"messages": [asks({"type": "image_url", "image_url": {"url": "1.png", "detail": "low"}, "detail": "auto"})]},
+        [asks(image("1.png"))],
+    ),
     "OpenAI responses and video_url": (
         {
             "messages": [

@@ -228,10 +228,8 @@ def test_ranks_that_open_a_table_at_once_read_the_same_rows(tmp_path: Path, medi
         "import json, sys; from mllm_seqpar.chats.records import open_records; records = open_records(sys.argv[1]);"
         "print(records.digest, json.dumps([records.record(index) for index in range(len(records))]))"
     )
-    command, env = (
-        [sys.executable, "-c", code, str(path)],
-        os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "datasets")},
-    )
+    command = [sys.executable, "-c", code, str(path)]
+    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
     ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     (rows,) = {rank.communicate(timeout=120)[0] for rank in ranks}
     assert rows and not any(rank.returncode for rank in ranks)
@@ -269,6 +267,19 @@ def test_damaged_and_unusable_shards_are_named(
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(DataError, match=message):
         ChatDataset(path, None)
+
+
+def test_shard_that_is_removed_after_it_is_opened_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        add(archive, "0.mp4", b"x")
+        add(archive, "0.txt", b"Red.")
+    records = open_records(path)
+    path.unlink()
+    with pytest.raises(
+        VideoError, match=r"^0.mp4: cannot be read \(No such file or directory\); it is inside .*a.tar$"
+    ):
+        records.locate(0, "0.mp4")
 
 
 def test_members_that_are_not_read_may_have_any_content(tmp_path: Path) -> None:

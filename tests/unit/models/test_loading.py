@@ -27,18 +27,25 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def check_differing_weights(file: Path, name: str) -> None:
-    """Change the tensor `name` of a file, and add one; each is an error that names the tensor."""
+def check_differing_weights(file: Path, name: str, start: str = "", expected: str = "") -> None:
+    """Change the tensor `name` of a file, and add one; each is an error that names the tensor.
+
+    The message begins with `start` and says that exactly the weights of `expected` are needed; both are patterns.
+    """
     weights = load_file(file)
     folder, further, shape = str(file.parent), f"{name}.more", tuple(weights[name].shape)
     assert load_model(folder).training is False
     for changed, message in (
         ({x: weights[x] for x in weights if x != name}, f"it lacks 1 tensor ({name})"),
         (weights | {further: torch.zeros(3)}, f"the model does not have 1 tensor ({further})"),
-        (weights | {name: torch.zeros(3)}, f"1 tensor ({name}: (3,) in the checkpoint, {shape} in the model)"),
+        (
+            weights | {name: torch.zeros(3)},
+            f"other shapes have 1 tensor ({name}: (3,) in the checkpoint, {shape} in the model)",
+        ),
     ):
         save_file(changed, file, {"format": "pt"})
-        with pytest.raises(DataError, match=f"{re.escape(message)}.* Expected exactly the weights of"):
+        pattern = f"^{start}.*{re.escape(message)}.* Expected exactly the weights of {expected}"
+        with pytest.raises(DataError, match=pattern):
             load_model(folder)
 
 
@@ -46,7 +53,7 @@ def test_differing_weights_are_refused(file: Path) -> None:
     # A buffer of older releases, which the class itself ignores.
     weights = load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     save_file(weights, file, {"format": "pt"})
-    check_differing_weights(file, NORM)
+    check_differing_weights(file, NORM, "--model ", "LlamaForCausalLM")
 
 
 NATIVE = {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from launch import ROOT
+
 CONFIG = f"""
 [mypy]
 mypy_path = {ROOT}

@@ -247,9 +247,8 @@ def test_text_token_saves_as_many_bytes_as_planned(family: str, dtype: torch.dty
 
     def planned(text: int) -> int:
         run = workload(sizes, dtype, 4, text, trained="language", mlp_chunk_size=chunk)
-        return peak_memory(run, ONE_RING)["activations"] + text * (
-            norm - words * (dtype.itemsize + 8)
-        )  # without logits
+        logits = words * (dtype.itemsize + 8)
+        return peak_memory(run, ONE_RING)["activations"] + text * (norm - logits)
 
     measured = saved_by(length=192) - saved_by(length=128)
     assert planned(192) - planned(128) == pytest.approx(measured - 64 * words * 4, rel=0.02)  # logits in float32

@@ -65,7 +65,11 @@ def plan_json(capsys: pytest.CaptureFixture[str], options: str = "") -> dict[str
             ["cross", "K and V of frames"],
         ),
         (ANSWER, ["time of an answer of 64 tokens", "each token", "parameters of 2, on every"], []),
-        (f"{TOO_LONG} --self_attention ulysses", ["Nothing fits with 86,400 frames; at most"], ["are planned with"]),
+        (
+            f"{TOO_LONG} --self_attention ulysses",
+            ["Nothing fits with 86,400 frames; at most", "64 GPUs are enough."],
+            ["are planned with"],
+        ),
         (f"{TOO_LONG} --self_attention ulysses", ["self-attention ulysses 4 x", "lv-xattn needs the least memory"], []),
         (
             f"{TOO_LONG} --keep-visual --mlp-chunk-size 256",
@@ -109,6 +113,7 @@ def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan() == 0
     (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("data, cores for each GPU")]
     assert float(line.split()[5]) == pytest.approx(30 / 8 * first["cores_per_gpu"], rel=0.01)
+    assert plan_json(capsys, "--strategy lv-xattn")["best"]["why"] == "No other strategy was compared."
     shown = plan_json(capsys, "--samples 10001 --epochs 2 --batch 2")
     seconds = next(row["seconds"] for row in shown["strategies"] if row["strategy"] == "lv-xattn")
     data, hours = shown["data_set"], 2 * 5001 * seconds / 3600

@@ -18,8 +18,10 @@ from corpus import CORPUS, QUICK, Case
 from PIL import Image
 
 from mllm_seqpar.data import FramePlan, plan_frames, probe, read_frames, scan
+from selections import slow_unless
 
 PLANS: list[dict[str, Any]] = [{}, {"fps": 7}, {"num_frames": 5}, {"start": 0.3, "end": 0.7}]
+FILES = pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CORPUS))
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +69,7 @@ def read(plan: FramePlan, *bounds: int, threads: int) -> list[np.ndarray]:
     return [x for part in read_frames(plan, *bounds, threads=threads) for x in part.permute(0, 2, 3, 1).numpy()]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CORPUS]
-)
+@FILES
 def test_the_frames_are_those_of_a_decode_from_the_start(folder: Path, name: str) -> None:
     case, path = CORPUS[name], made(name, folder)
     expected = decoded(path, case)
@@ -107,7 +107,7 @@ def test_the_frames_are_those_of_a_decode_from_the_start(folder: Path, name: str
             assert np.array_equal(read(plan, entry, entry + 1, threads=1)[0], wanted[entry]), (options, entry)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CORPUS])
+@FILES
 def test_torchcodec_gives_the_frames_of_pyav(folder: Path, name: str) -> None:
     try:
         import torchcodec.decoders  # noqa: F401
