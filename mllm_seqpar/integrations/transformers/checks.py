@@ -96,7 +96,7 @@ def require_same_inputs(
         if not frames.shape[0]:
             frames = frames.to(_DTYPES[dtypes.pop()])
         # If the frames of one rank require gradients, all ranks take part in backward; an empty tensor alone asks for
-        # none. The caller's tensor stays as it is.
+        # none. The caller's tensor is not changed.
         requires_grad = any([requires_grad for _, requires_grad, _ in kinds])
         if frames.requires_grad != requires_grad:
             frames = frames.detach().requires_grad_(requires_grad)
