@@ -9,9 +9,8 @@ Shape legend: B samples, L text tokens, F frames of all samples in one flat list
 patches, C channels.
 """
 
-import os
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +38,8 @@ from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
-from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
-from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
+from mllm_seqpar.models.causal_lm import NativeModelMixin, causal_lm_output, prompt_cache
 from mllm_seqpar.models.mplug_owl3.media import brings_frames, continue_layout
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
@@ -143,7 +140,9 @@ class MossVLTextModel(Qwen3VLTextModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        _init_gates(module)
+        if isinstance(module, MossVLCrossAttentionDecoderLayer):
+            init.zeros_(module.cross_attn_attn_gate)
+            init.zeros_(module.cross_attn_mlp_gate)
 
     @capture_outputs
     @takes_cache
@@ -180,17 +179,9 @@ class MossVLTextModel(Qwen3VLTextModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **cache_argument(cache))
 
 
-def _init_gates(module: nn.Module) -> None:
-    """Initialise what transformers does not know: closed gates, and the separator."""
-    if isinstance(module, MossVLCrossAttentionDecoderLayer):
-        init.zeros_(module.cross_attn_attn_gate)
-        init.zeros_(module.cross_attn_mlp_gate)
-    elif isinstance(module, MossVLModel):
-        init.zeros_(module.separator_token)
-
-
-class MossVLPreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedModel):
+class MossVLPreTrainedModel(NativeModelMixin, PreTrainedModel):
     config: MossVLConfig
+    published_name = "MOSS-VL"
     base_model_prefix = "model"
     input_modalities = ("image", "video", "text")
     supports_gradient_checkpointing = True
@@ -201,21 +192,11 @@ class MossVLPreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedMode
     # The published models do not take the number of items of the loss, so a trainer averages over micro-batches.
     accepts_loss_kwargs = False
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:
-        """Load the model like `PreTrainedModel.from_pretrained`; every tensor must be there, and no other.
-
-        Raises:
-            DataError: weights are missing, unexpected or of another shape.
-        """
-        with_report = kwargs.pop("output_loading_info", False)
-        loaded = load_clean(super().from_pretrained, pretrained_model_name_or_path, expected="MOSS-VL", **kwargs)
-        return cast(Self, loaded if with_report else loaded[0])
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        _init_gates(module)
+        if isinstance(module, MossVLModel):
+            init.zeros_(module.separator_token)
 
 
 class MossVLModel(MossVLPreTrainedModel):
@@ -230,12 +211,6 @@ class MossVLModel(MossVLPreTrainedModel):
         self.language_model = MossVLTextModel._from_config(config.text)
         self.separator_token = nn.Parameter(torch.zeros(config.vision.out_hidden_size))
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.embed_tokens = value
 
     def encode_frames(self, pixel_values: Tensor, grid_thw: Tensor, media_at_once: int | None = None) -> Tensor:
         """Patches (P, values) and their grids (media, 3) -> features (V, C), with the separator after each frame.
@@ -478,15 +453,6 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         self.model = MossVLModel(config)
         self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
-    def get_decoder(self) -> nn.Module:
-        return self.model.language_model
 
     @can_return_tuple
     @takes_cache
