@@ -10,7 +10,7 @@ patches, C channels.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -289,7 +289,8 @@ class MossVLModel(MossVLPreTrainedModel):
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
         given, appends = given_frames(pixel_values, visual_embeds), False
         if given is not None and len(given) and state is not None and state.frames is not None:
-            appends = brings_frames(is_known(state, given), input_ids, self.config.image_token_id)
+            known = fingerprint_of(given) in state.frame_fingerprints
+            appends = brings_frames(known, input_ids, self.config.image_token_id)
             if not appends:
                 given = pixel_values = visual_embeds = None  # those of the cache
         features = self._features(pixel_values, visual_embeds, grid_thw, vision_chunked_length)
@@ -302,8 +303,9 @@ class MossVLModel(MossVLPreTrainedModel):
             if state.frames is not None:
                 visual = MossVLVisual.of_cache(state, past_length, length, batch, tokens.device)
         else:
-            media = media_of_samples(media_nums_per_sample, grid_thw, batch)
-            grids, frames = (None, []) if features is None else frame_grids(cast(Tensor, grid_thw), media, batch)
+            grids, frames = None, list[int]()
+            if features is not None and grid_thw is not None:
+                grids, frames = frame_grids(grid_thw, media_nums_per_sample, batch)
             layout = self.layout(
                 tokens,
                 grids,
@@ -336,20 +338,6 @@ class MossVLModel(MossVLPreTrainedModel):
             attends_to_frames=None if visual is None else visual.has_frames,
             **kwargs,
         )
-
-
-def media_of_samples(media: Sequence[int] | Tensor | None, grid_thw: Tensor | None, batch: int) -> list[int]:
-    """Return the number of media of each sample; without it, a batch of one has them all."""
-    if media is not None:
-        return torch.as_tensor(media).tolist()
-    if grid_thw is None:
-        return []
-    if batch != 1:
-        raise ShapeError(
-            f"media_nums_per_sample is missing for a batch of {batch}; pass the number of images and videos of each "
-            "sample, as the processor returns it"
-        )
-    return [grid_thw.shape[0]]
 
 
 def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_id: int) -> None:
@@ -552,7 +540,7 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         if cache is not None and cache.get_seq_length() and state is not None and state.frames is not None:
             ids, image = inputs.get("input_ids"), self.config.image_token_id
             if brings := bool(is_first_iteration) and given is not None:
-                brings = brings_frames(is_known(state, given), ids, image)
+                brings = brings_frames(fingerprint_of(given) in state.frame_fingerprints, ids, image)
         if not brings:
             return {name: value for name, value in inputs.items() if name not in (*OF_FRAMES, MASK)}
         # transformers leaves frames out of all passes of an assistant model, also of the first.
@@ -562,8 +550,3 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
 def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
     """Return the patches, or the features in the form (V, 1, C); None if there are none."""
     return pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
-
-
-def is_known(state: SequenceParallelCacheState, given: Tensor) -> bool:
-    """Return whether these are the frames that came last to a cache."""
-    return fingerprint_of(given) in state.frame_fingerprints

@@ -370,7 +370,11 @@ def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> l
     videos = [videos] if _is_file(videos) or getattr(videos, "ndim", 0) == 4 else list(videos)
     if videos and all(isinstance(x, (list, tuple)) and x and is_video(x[0]) for x in videos):
         videos = [video for sample in videos for video in sample]
-    files = {number: _probed(video) for number, video in enumerate(videos) if _is_file(video)}
+    files = {
+        number: scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
+        for number, video in enumerate(videos)
+        if _is_file(video)
+    }
     most = dict(zip(files, options.frames_of_videos([info.duration for info in files.values()] or [0]), strict=False))
     clips: list[TimedFrames] = []
     for number, video in enumerate(videos):
@@ -384,11 +388,6 @@ def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> l
 
 def _is_file(video: Any) -> bool:
     return isinstance(video, (str, os.PathLike, Mapping))
-
-
-def _probed(video: Any) -> Any:
-    """Return the metadata of a file with the times of all frames."""
-    return scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
 
 
 def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: int) -> list[TimedFrames]:
