@@ -17,7 +17,6 @@ from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime.text import select_logit_rows
 
 from .auto_classes import LocalCode
-from .loading import load_clean
 
 
 class NativeModelMixin(LocalCode):
@@ -43,6 +42,8 @@ class NativeModelMixin(LocalCode):
             DataError: weights are missing, unexpected or of another shape.
             ConfigError: `ignore_mismatched_sizes` is True.
         """
+        from .loading import load_clean  # a new model does not need it
+
         options = {"expected": cls.published_name} | kwargs
         loaded = load_clean(super().from_pretrained, pretrained_model_name_or_path, **options)  # type: ignore[misc]
         return cast(Self, loaded if output_loading_info else loaded[0])
