@@ -108,7 +108,7 @@ def read_image(name: str, size: tuple[int, int] | None) -> Tensor:
 
 
 def animation_frames(name: str | os.PathLike[str]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (start, duration, image) of each frame of an animation: milliseconds, and upright RGB (height, width, 3)."""
+    """Yield (start, duration, image) of each frame of an animation: milliseconds, upright RGB (height, width, 3)."""
     start = 0
     with _open_image(name) as (file, _):
         turn = _TRANSPOSITIONS.get(_orientation(file))
