@@ -44,6 +44,14 @@ _TURN_WEIGHTS = ("weight", "loss", "loss_scale", "train", "training")
 _TURN_KEYS = (*_TURN_WEIGHTS, "loss_mask", "mask", "train_detail", "tool_calls")
 """Keys of LLaVA's turns with which other programs (axolotl, ms-swift, OpenAI) change the targets."""
 
+_NAMES_MEDIA = re.compile(
+    r"(?:.*_)?(?:video|image|clip|movie)_?(?:name|file|filename|path|url|link|idx|id)?s?", re.IGNORECASE
+)
+"""Keys by which data sets name the video of a text: `video_name` of ActivityNet-QA, `video_idx` of EgoSchema, ..."""
+
+_ONE_OPTION = re.compile(r"(?i:option|choice|candidate)s?[ _]?(?:\d|[a-zA-Z])?|a\d|[A-E]")
+"""Keys by which data sets state options otherwise than as a list: `option` of EgoSchema, `a0` of NExT-QA, ..."""
+
 CAPTION_PROMPT = "Describe the {kind}."
 """The question of a record that has a caption only; `{kind}` is image or video."""
 
@@ -101,6 +109,9 @@ def read_record(
     messages = _messages(record, template, answered)
     _refuse(record, _UNSUPPORTED_KEYS, _OUTSIDE, _IN_PARTS)
     chat = Chat.parse(messages, allowed)
+    if not chat.media:
+        remedy = "give its path by 'video' or 'image', or leave the key out if the text is about no video"
+        _refuse(record, filter(_NAMES_MEDIA.fullmatch, record), "but shows no video or image", remedy)
     if answered:
         chat.check_targets()
     else:
@@ -221,10 +232,11 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
         question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
     else:
-        others = [key for key in ANSWER_KEYS if key != "answer"]
-        remedy = f"give the options as {' or '.join(OPTION_KEYS)}, or the text of the answer as answer"
-        _refuse(record, others, "but no options", remedy)
-        question, answer = record["question"], record.get("answer") or ""
+        unread = [key for key in record if _ONE_OPTION.fullmatch(key) or (key in ANSWER_KEYS and key != "answer")]
+        remedy = f"give the options as one list, by {', '.join(map(repr, OPTION_KEYS))}, or an open answer by 'answer'"
+        _refuse(record, unread, "but no list of options", remedy)
+        question, answer = record["question"], record.get("answer")
+        answer = "" if answer is None else answer
         if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):

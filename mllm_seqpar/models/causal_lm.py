@@ -1,4 +1,4 @@
-"""What the native models with a flat list of frames have in common: their cache and their output."""
+"""What native models have in common: their cache, their output, and the gradient checkpointing that they refuse."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mllm_seqpar._compat import cache_name, drops_cache
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime.text import select_logit_rows
 
 
@@ -38,3 +39,17 @@ def causal_lm_output(
         loss = model.loss_function(logits=logits, vocab_size=size, **targets, **kwargs)
     kept = {name: getattr(outputs, name, None) for name in (cache_name(), "hidden_states", "attentions")}
     return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+
+
+class NonReentrantCheckpointing:
+    """Base of the native models, before a class of transformers: reentrant gradient checkpointing is refused."""
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        # Every public method that enables checkpointing, in all supported versions, calls this method.
+        function = kwargs.get("gradient_checkpointing_func")
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "use_reentrant is True; layers share the visual features, which reentrant checkpointing cannot "
+                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]

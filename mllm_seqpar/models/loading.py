@@ -234,20 +234,6 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
         )
 
 
-class NonReentrantCheckpointing:
-    """Base of the native models, before a class of transformers: reentrant gradient checkpointing is refused."""
-
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        # Every public method that enables checkpointing, in all supported versions, calls this method.
-        function = kwargs.get("gradient_checkpointing_func")
-        if getattr(function, "keywords", {}).get("use_reentrant"):
-            raise ConfigError(
-                "use_reentrant is True; layers share the visual features, which reentrant checkpointing cannot "
-                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
-            )
-        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
-
-
 def _base_of_adapter(folder: Path) -> Path | None:
     """Return the directory of the base model of an adapter; None if `folder` holds no adapter.
 

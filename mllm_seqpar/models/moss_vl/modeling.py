@@ -41,8 +41,8 @@ from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
-from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
-from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
+from mllm_seqpar.models.causal_lm import NonReentrantCheckpointing, causal_lm_output, prompt_cache
+from mllm_seqpar.models.loading import load_clean
 from mllm_seqpar.models.mplug_owl3.media import brings_frames, continue_layout
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes

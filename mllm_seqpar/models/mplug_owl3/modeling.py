@@ -24,12 +24,10 @@ from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
 from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
-from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
-from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean, refuse_ignored_sizes
+from mllm_seqpar.models.causal_lm import NonReentrantCheckpointing, causal_lm_output, prompt_cache
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
-from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .hyper_attention import HyperAttention, HyperDecoderLayer, VisualInputs
@@ -121,6 +119,10 @@ class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedM
             DataError: there are no safetensors, or weights are missing, unexpected or of another shape.
             ConfigError: config and weights disagree, or an option is not supported.
         """
+        from mllm_seqpar.models.loading import load_clean, refuse_ignored_sizes  # a new model needs neither of these
+
+        from .checkpoint import checkpoint_keys, complete_config, hub_options
+
         if kwargs.get("use_safetensors") is False:
             raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
         refuse_ignored_sizes(kwargs)  # before the names of the weights are read, which may download them

@@ -201,6 +201,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [asks(video("a.mp4", fps=2, start=3))],
     ),
+    "question without an answer in a table": (
+        {"image": "1.png", "question": "What?", "answer": None, "option": None},
+        [asks(image("1.png"), "What?"), says("")],
+    ),
     "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 
@@ -287,7 +291,7 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         *(
             (
                 {"video": "a.mp4", "question": "x", **answers},
-                "has correct_answer 'B' but no options, so it would be ignored; give the options as options or cand",
+                "has correct_answer 'B' but no list of options, so it would be ignored; give the options as one",
             )
             for answers in ({"correct_answer": "B"}, {"answer": "It.", "correct_answer": "B"})
         ),
@@ -335,7 +339,29 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         ),
         ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
         ({"text": "no image"}, "which is not a known format"),
+        *(
+            (
+                record | {key: value},
+                f"has {key} {value!r} but shows no video or image, so it would be ignored; give its path by",
+            )
+            for record in ({"question": "x", "answer": "y"}, llava("x", "y"), {"messages": [asks("x"), says("y")]})
+            for key, value in (
+                ("video_name", "v_1"),  # ActivityNet-QA
+                ("video_idx", "b1"),  # EgoSchema
+                ("original_video_filename", "a.mp4"),  # FineVideo
+                ("yt_clip_link", "https://youtu.be/a"),  # CinePile
+            )
+        ),
+        ({"question": "x", "answer": "y", "video_id": 6513}, "has video_id 6513 but shows no video"),
+        *(
+            (
+                {"question": "x", "answer": "1", "video": "a.mp4", key: "red"},
+                f"has {key} 'red' but no list of options, so",
+            )
+            for key in ("option", "option 0", "option0", "a0", "A")
+        ),
         ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
+        ({"question": "x", "image": "1.png", "answer": 0}, "question and answer are 'x' and 0; expected two texts"),
         (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
         (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),
         (VIDEO_MME | {"answer": 4}, "answer is 4, of 4 options"),
