@@ -235,8 +235,7 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
         unread = [key for key in record if _ONE_OPTION.fullmatch(key) or (key in ANSWER_KEYS and key != "answer")]
         remedy = f"give the options as one list, by {', '.join(map(repr, OPTION_KEYS))}, or an open answer by 'answer'"
         _refuse(record, unread, "but no list of options", remedy)
-        question, answer = record["question"], record.get("answer")
-        answer = "" if answer is None else answer
+        question, answer = record["question"], "" if record.get("answer") is None else record["answer"]
         if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):
