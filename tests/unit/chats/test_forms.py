@@ -331,7 +331,10 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         ({"question": "x", "answer": "y", "video_id": 6513}, "names a video or image by 'video_id' .6513., which"),
         ({"messages": [asks("x"), says("y")], "video_path": "a.mp4"}, "names a video or image by 'video_path'"),
         *(
-            ({"question": "x", "answer": "1", "video": "a.mp4", key: "red"}, f"has the key '{key}' .'red'., which")
+            (
+                {"question": "x", "answer": "1", "video": "a.mp4", key: "red"},
+                f"has the key '{key}' .'red'., which would",
+            )
             for key in ("option", "option 0", "option0", "a0", "A")
         ),
         ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
