@@ -48,43 +48,45 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
     `spec` is the spec of cross-attention, or of self-attention in a decoder-only model. `text_spec` is that of
     self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
-    model, text, training, lora = workload.model, workload.model.text, workload.training, workload.lora_r
+    model, text, element, lora = workload.model, workload.model.text, workload.element, workload.lora_r
     n = workload.gpus if workload.weights_sharded else 1
-    trained, element = workload.trained_parameters, workload.element
+    trained = workload.trained_parameters
     kinds = memory_after_tower(workload, spec, text_spec)
-    if workload.gpus > 1:
-        kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES
-    if training:
-        kinds["activations"] += saved_before_features(workload)
-        if lora is not None:  # the r channels between the two layers of each adapter on text
-            adapted = [one for one in model.linear if one.target in workload.lora_target and not one.visual]
-            count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
-            kinds["activations"] += count * lora * workload.tokens * element
-    if n > 1:
-        # What FSDP2 has gathered, whose units are the layers: the parameters of one, and those of the next, which
-        # arrive in a buffer that stays until they are copied out of it. Embeddings and head belong to the outermost
-        # unit, which stays gathered.
-        layer = model.parameters_of("attention", "mlp") // text.layers
-        layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
-        kinds["buffers"] += (3 * layer + text.embeddings) * element
-        if training and workload.language_trained:
-            # The gradients of a layer in the form in which they are reduced; backward begins with that of the head.
-            kinds["buffers"] += (layer + text.vocabulary * text.hidden) * element
-    # The vision tower runs earlier, and counts with the pixels of its chunk of frames if it needs more.
-    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
-    if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
-        kinds["activations"] += pixels_on_device(workload)
-    kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
-    if n > 1 and training and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
-        kinds["buffers"] = max(kinds["buffers"], 3 * text.embeddings * element - kinds["activations"])
+    activations = kinds["activations"] + saved_before_features(workload)
+    if workload.trained == "all":  # the first layer of a trained tower saves the pixels
+        activations += pixels_on_device(workload)
     stored = model.parameters * workload.parameter
     if lora is not None:
         stored = workload.frozen_bytes + trained * workload.parameter
+        # The r channels between the two layers of each adapter on text.
+        adapted = [one for one in model.linear if one.target in workload.lora_target and not one.visual]
+        count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
+        activations += count * lora * workload.tokens * element
+    # The buffers of the moment that needs the most. First, a layer, with what FSDP2 has gathered, whose units are the
+    # layers: the parameters of one, and those of the next, which arrive in a buffer that stays until they are copied
+    # out of it. Embeddings and head belong to the outermost unit, which stays gathered.
+    buffers = kinds["buffers"]
+    if n > 1:
+        layer = model.parameters_of("attention", "mlp") // text.layers
+        layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
+        buffers += (3 * layer + text.embeddings) * element
+        if workload.language_trained:
+            # The gradients of a layer in the form in which they are reduced; backward begins with that of the head.
+            buffers += (layer + text.vocabulary * text.hidden) * element
+    # Before it, the vision tower with the pixels of a chunk of frames.
+    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
+    buffers = max(buffers, tower - kinds["features"] - activations)
+    if n > 1 and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
+        buffers = max(buffers, 3 * text.embeddings * element - activations)
+    communicators = COMMUNICATORS * COMMUNICATOR_BYTES if workload.gpus > 1 else 0
     return {
         "parameters": stored // n,
         "gradients": trained * workload.parameter // n,
         "optimizer": trained * workload.optimizer // n,
-        **kinds,
+        "features": kinds["features"],
+        "activations": activations,
+        "transfers": kinds["transfers"] + communicators,
+        "buffers": buffers,
         **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
 
@@ -99,14 +101,17 @@ def pixels_on_device(workload: Workload, at_once: int | None = None) -> int:
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
-    model, text, element = workload.model, workload.model.text, workload.element
-    training = workload.training
-    backward = training and workload.trains_features
+    model, text, element, training = workload.model, workload.model.text, workload.element, workload.training
     if model.decoder_only:  # those of deepstack are released after the layers, before the logits
         placed = workload.batch * -(-workload.visual_tokens // workload.text_ranks)
         features = placed * (text.hidden if training else workload.embedding_width)
     else:
         features = _visual_tokens(workload, spec) * model.cross.visual_dim
+    copies = 1
+    if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
+        copies = 5 if workload.trains_features else 2
+    elif workload.trains_features and not model.decoder_only:  # there, the gradient is computed after those of layers
+        copies = 2
     buffers = _attention_buffers(workload, spec)
     for sizes in (text, model.cross) if training else ():
         # An MLP in backward: gradients of two inner activations; in chunks, also the inner activations of one chunk
@@ -119,20 +124,16 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
         buffers = max(buffers, size)
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
-        buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
+        buffers = max(buffers, features * (element + (2 * FLOAT32 if workload.trains_features else 0)))
     if training:
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
         activations = 2 * workload.tokens * text.hidden * element + _layer(workload, text)
+    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
     calls = [(workload.problem(workload.compared), spec)]
     if workload.self_attention != "local" and not model.decoder_only:
         problem, strategy = workload.problem("self-attention"), workload.self_attention
         calls.append((problem, text_spec or parallel_spec("ring" if strategy == "auto" else strategy, None, problem)))
-    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
-    if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
-        copies = 5 if backward else 2
-    else:  # the gradient of a decoder-only model's embeddings is computed after the gradients of the layers
-        copies = 2 if backward and not model.decoder_only else 1
     return {
         "features": features * element * copies,
         "activations": activations + logits,
