@@ -286,35 +286,34 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     Backward holds the gradients of K and V as they are added up, and those of the features twice: the sum of the layers
     after this one, which counts as features, and its own.
     """
-    problem, cross = workload.problem(workload.compared), workload.model.cross
-    visual, training = _visual_tokens(workload, spec), workload.training
+    problem, cross, training = workload.problem(workload.compared), workload.model.cross, workload.training
+    forward = _partial_results(problem, spec, backward=False)
     if workload.model.decoder_only:
-        kv, grads = 0, 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
-    else:
-        elements = 2 * visual * cross.kv_heads * cross.head_dim
-        kv, grads = elements * problem.element, elements * problem.accumulated
+        grads = 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
+        return max(forward, grads + _partial_results(problem, spec, backward=True)) if training else forward
+    visual = _visual_tokens(workload, spec)
+    elements = 2 * visual * cross.kv_heads * cross.head_dim
+    kv, grads = elements * problem.element, elements * problem.accumulated
     if workload.visual_offload:  # the rows of all ranks and their results, as they are sent and as they are computed
         shape, kinds = (problem.ranks, 1), ("input", "result")
         rows = sum(transfer_bytes(problem, shape, kind, "q", backward=training) for kind in kinds)
         return kv + (2 * workload.gpus - 1) * rows + (grads if training else 0)
-    forward = kv + _partial_results(problem, spec, backward=False)
     if not training:
-        return forward
+        return kv + forward
     backward = kv + grads + _partial_results(problem, spec, backward=True)
-    if not workload.model.decoder_only:
-        normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-        if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
-            before_norm = problem.element * visual * normalized
-            backward += before_norm
-            if workload.trains_features and cross.layers > 1:
-                backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
-        else:  # norms run backward over all frames at once, with three tensors in float32
-            if cross.features_norm and workload.trains_features:
-                normalized += cross.visual_dim
-            elif cross.features_norm and workload.language_trained:  # the gradient of the result, for its weight alone
-                backward += workload.element * visual * cross.visual_dim
-            backward += 3 * FLOAT32 * visual * normalized
-    return max(forward, backward)
+    normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+    if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
+        before_norm = problem.element * visual * normalized
+        backward += before_norm
+        if workload.trains_features and cross.layers > 1:
+            backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
+    else:  # norms run backward over all frames at once, with three tensors in float32
+        if cross.features_norm and workload.trains_features:
+            normalized += cross.visual_dim
+        elif cross.features_norm and workload.language_trained:  # the gradient of the result, for its weight alone
+            backward += workload.element * visual * cross.visual_dim
+        backward += 3 * FLOAT32 * visual * normalized
+    return max(kv + forward, backward)
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:
