@@ -292,7 +292,7 @@ def balanced_spans(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(0, len(offsets) - 1, size, middle) else (middle + 1, high)
-    by_rank, first, last = [], 0, len(offsets) - 1
+    by_rank, first, last = list[Spans](), 0, len(offsets) - 1
     for ranks in range(size, 0, -1):
         if first == last:  # a plan may have many more ranks than frames
             return (*by_rank, *[()] * ranks)
