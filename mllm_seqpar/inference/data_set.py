@@ -117,7 +117,7 @@ class Answerer:
 
     def _outcomes(self, questions: Sequence[Question]) -> Iterator[Line | str]:
         """Yield the answer to each of these questions, whose media are encoded once, or why there is none."""
-        engine, faults = self._engine, list(map(self._fault, questions))
+        engine, faults = self._engine, [question.fault or "" for question in questions]
         prompts: list[ChatText | str] = [*faults]
         if not all(faults):
             try:
@@ -142,12 +142,6 @@ class Answerer:
                 outcome = _reason(error)
             yield outcome
 
-    def _fault(self, question: Question) -> str:
-        """Return why a question cannot be asked, or an empty text."""
-        if question.fault is None and self._args.choices and question.choice is None:
-            return "the question has no options to choose from"
-        return question.fault or ""
-
     def _prompt(self, conversation: Conversation, question: Question) -> ChatText | str:
         """Return the prompt of a question, or why it is refused."""
         messages, length = question.chat.to_json(), self._sampling.max_new_tokens
@@ -166,7 +160,7 @@ class Answerer:
 
     def _choose(self, question: Question, conversation: Conversation, prompt: ChatText) -> Line:
         """Return the letter of an option."""
-        assert question.choice is not None  # see `_fault`
+        assert question.choice is not None  # or it has a fault
         letters = question.choice.letters
         scores = letter_log_likelihoods(conversation, prompt, conversation.tokenizer, letters)
         best = max(letters, key=scores.__getitem__)
@@ -216,7 +210,7 @@ class Question:
     reference: str | None = None  # the answer of the record
     choice: MultipleChoice | None = None
     categories: Mapping[str, str] = field(default_factory=dict)
-    fault: str | None = None  # why the record is not a question; it then has no turns
+    fault: str | None = None  # why it cannot be asked
 
     @property
     def text(self) -> str:
@@ -244,7 +238,7 @@ class QuestionSet:
         self.settings: dict[str, Any] = {"model": engine.digest, "questions": self._dataset.digest}
         self.settings |= {name: getattr(args, name) for name in _SETTINGS}
         self.settings |= {"evidence": args.evidence or None, "star": args.self_attention == "star"}
-        self._marks, self._template = engine.chat_format.marks, args.template
+        self._marks, self._template, self._choices = engine.chat_format.marks, args.template, args.choices
         self.questions = [self._question(index) for index in range(len(self._dataset))]
         if args.choices and not any(question.choice for question in self.questions):
             keys = ", ".join(OPTION_KEYS)
@@ -285,6 +279,8 @@ class QuestionSet:
             if isinstance(columns.get(key), str if key == "duration" else (str, int))
         }
         facts: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
+        if self._choices and choice is None:
+            facts["fault"] = "the question has no options to choose from"
         return Question(index=index, place=place, id=name, chat=Chat(tuple(turns)), **facts)
 
     def _key(self, question: Question) -> Hashable:

@@ -112,7 +112,14 @@ class Engine:
         Raises:
             JobError: on all ranks, if the media cannot be read, or the prompt is refused.
         """
-        media, begun = job.media, self._begun(job.media)
+        media, begun = job.media, None
+        # The most of the media, from the first on, whose conversation is kept and can show the others; a conversation
+        # of text alone is continued by text alone.
+        for stop in range(len(media), 0, -1) if media else (0,):
+            kept = self._conversations.get(media[:stop])
+            if kept is not None and (stop == len(media) or kept.can_follow):
+                begun = media[:stop]
+                break
 
         def opened() -> Conversation:
             earlier = None if begun is None else self._conversations[begun]
@@ -133,17 +140,6 @@ class Engine:
         prompt = self.settled(partial(conversation.prompt, job.messages, job.sampling.max_new_tokens))
         self.settled(encode)
         return conversation, prompt
-
-    def _begun(self, media: tuple[Clip, ...]) -> tuple[Clip, ...] | None:
-        """Return the most of these media, from the first on, whose conversation is kept and can show the others.
-
-        A conversation of text alone is continued by text alone.
-        """
-        for stop in range(len(media), 0, -1) if media else (0,):
-            conversation = self._conversations.get(media[:stop])
-            if conversation is not None and (stop == len(media) or conversation.can_follow):
-                return media[:stop]
-        return None
 
     def open(self, sources: Callable[[], Sequence[FrameSource]], earlier: Conversation | None = None) -> Conversation:
         """Return a new conversation about the media that `sources` opens, or about those of `earlier` and these.
