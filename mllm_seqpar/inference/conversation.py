@@ -423,7 +423,8 @@ class Conversation:
         return [(own[0], own[-1] + 1) if own else (0, 0) for own in turns]
 
     def _feature_arguments(self, text: ChatText, media: _Media, device: torch.device) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features, those of a blank image if the chat format needs one."""
+        """Return the arguments that pass this rank's features: the same objects in each pass, by which a model may know
+        them. Without media, those of a blank image if the chat format needs one."""
         if media.encoded is None and not len(text.slots):
             return {}
         if media.encoded is None:
@@ -433,10 +434,7 @@ class Conversation:
                 features = encoder_of(self._model, self._chat_format)(*blank)
             shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
             media.encoded = Encoded(features[: len(shard)], shard)
-        return self._features_of(media.encoded)
-
-    def _features_of(self, encoded: Encoded) -> dict[str, Any]:
-        """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
+        encoded = media.encoded
         if encoded not in self._passed:
             arguments = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
             self._passed[encoded] = arguments

@@ -22,12 +22,12 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -56,6 +56,7 @@ _ID_KEYS = ("id", "question_id", "qid")
 _GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
 """Columns by which accuracy is reported."""
 
+T = TypeVar("T")
 Line = dict[str, Any]
 """An answer: "index" is the number of its question; "error" says why there is no answer."""
 
@@ -121,34 +122,22 @@ class Answerer:
         prompts: list[ChatText | str] = [*faults]
         if not all(faults):
             try:
-                open_media = partial(self._questions.sources, questions[0])
-                conversation = engine.settled(partial(engine.open, open_media))
+                conversation = engine.settled(partial(engine.open, partial(self._questions.sources, questions[0])))
                 for number, question in enumerate(questions):
-                    prompts[number] = faults[number] or self._prompt(conversation, question)
+                    if not faults[number]:
+                        messages, length = question.chat.to_json(), self._sampling.max_new_tokens
+                        prompt = _or_reason(engine.settled, partial(conversation.prompt, messages, length))
+                        prompts[number] = prompt
                 if not all(isinstance(prompt, str) for prompt in prompts):
                     engine.settled(conversation.encode)
             except JobError as error:
                 prompts = [fault or _reason(error) for fault in faults]
         answer = self._choose if self._args.choices else self._write
         for question, prompt in zip(questions, prompts, strict=True):
-            outcome: Line | str
-            try:
-                outcome = (
-                    prompt
-                    if isinstance(prompt, str)
-                    else engine.computed(partial(answer, question, conversation, prompt))
-                )
-            except JobError as error:
-                outcome = _reason(error)
-            yield outcome
-
-    def _prompt(self, conversation: Conversation, question: Question) -> ChatText | str:
-        """Return the prompt of a question, or why it is refused."""
-        messages, length = question.chat.to_json(), self._sampling.max_new_tokens
-        try:
-            return self._engine.settled(partial(conversation.prompt, messages, length))
-        except JobError as error:
-            return _reason(error)
+            if isinstance(prompt, str):
+                yield prompt
+            else:
+                yield _or_reason(engine.computed, partial(answer, question, conversation, prompt))
 
     def _write(self, question: Question, conversation: Conversation, prompt: ChatText) -> Line:
         """Return the answer in words."""
@@ -169,6 +158,14 @@ class Answerer:
             reference = letters[question.choice.answer]
             line |= {"reference": reference, "correct": best == reference}
         return line | ({"categories": dict(question.categories)} if question.categories else {})
+
+
+def _or_reason(run: Callable[[Callable[[], T]], T], step: Callable[[], T]) -> T | str:
+    """Return ``run(step)``, or why a question has no answer."""
+    try:
+        return run(step)
+    except JobError as error:
+        return _reason(error)
 
 
 def _reason(error: JobError) -> str:
