@@ -265,11 +265,13 @@ class NativeProcessor(LocalCode, ProcessorMixin):
 
     @classmethod
     def _arguments_of(cls, kind: str) -> set[str]:
-        return set(cls.valid_processor_kwargs.__annotations__[kind].__annotations__)
+        """Return the names of the arguments of a modality that processors of transformers take, and of the own ones."""
+        of_transformers = cls.valid_processor_kwargs.__annotations__[kind].__annotations__
+        return {*of_transformers, *cls.supported_arguments.get(kind, ())}
 
     @classmethod
     def _argument_names(cls) -> set[str]:
-        """Return the names of the arguments of `__call__` that processors of transformers take."""
+        """Return the names of the arguments of `__call__`, supported or not."""
         named = set(cls.valid_processor_kwargs.__annotations__) | {"common_kwargs"}
         return named.union(*map(cls._arguments_of, _MODALITIES))
 
@@ -299,6 +301,14 @@ class NativeProcessor(LocalCode, ProcessorMixin):
                 f"{', '.join(sorted(taken))}"
             )
         return merged
+
+
+def texts_of(text: Any) -> list[str]:
+    """Return the texts of a call, which are one text or several; raise DataError without any."""
+    texts = [text] if isinstance(text, str) else list(text) if isinstance(text, Sequence) else []
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise DataError(f"text is {text!r:.80}; pass a text, or a list of texts, with a mark for each image and video")
+    return texts
 
 
 def media_of(messages: Messages, kind: str) -> list[Any]:

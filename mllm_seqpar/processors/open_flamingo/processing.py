@@ -7,12 +7,12 @@ from typing import Any, Self
 
 import torch
 from transformers.feature_extraction_utils import BatchFeature
-from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
+from transformers.processing_utils import ImagesKwargs, TextKwargs
 
 from mllm_seqpar.chats.chat import Allowed, Chat
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.open_flamingo.configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
-from mllm_seqpar.processors.base import PARTS, NativeProcessor, flattened, returned
+from mllm_seqpar.processors.base import PARTS, NativeProcessor, flattened, returned, texts_of
 
 _REFUSED = {"text_pair", "text_target", "text_pair_target", "is_split_into_words", "return_overflowing_tokens"}
 _REFUSED |= {"return_mm_token_type_ids", "return_text_replacement_offsets", "sanitize_control_tokens"}
@@ -58,7 +58,6 @@ class OpenFlamingoProcessor(NativeProcessor):
 
     model_type = OpenFlamingoConfig.model_type
     ids_name = "lang_x"
-    valid_processor_kwargs = ProcessingKwargs
     supported_arguments = {
         "text_kwargs": set(TextKwargs.__annotations__) - _REFUSED,
         "images_kwargs": set(ImagesKwargs.__annotations__),
@@ -120,10 +119,7 @@ class OpenFlamingoProcessor(NativeProcessor):
         Raises:
             DataError: the numbers of images and placeholders differ, or an argument is unknown.
         """
-        arguments = self._arguments(kwargs)
-        if text is None:
-            raise DataError(f"text is None; pass text with {IMAGE} for each image")
-        texts = [text] if isinstance(text, str) else list(text)
+        texts, arguments = texts_of(text), self._arguments(kwargs)
         counts = [sample.count(IMAGE) for sample in texts]
         by_text = _images_of_texts(self._fetched(images), counts)
         tokens = self._tokens(texts, counts, arguments["text_kwargs"])
