@@ -28,7 +28,8 @@ from mllm_seqpar.planner.memory import (
     receive_buffer_bytes,
 )
 from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import HOST_LINK, PARTS, StrategyPlan, attention_selection, make_plan, max_frames
+from mllm_seqpar.planner.plan import StrategyPlan, attention_selection, make_plan, max_frames
+from mllm_seqpar.planner.step import HOST_LINK, PARTS
 from mllm_seqpar.planner.workload import TARGETS, Workload
 from mllm_seqpar.runtime import visual_features
 from mllm_seqpar.sharding import frame_spans, sequence_positions
