@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=layer_of, reverse=hasattr(config, "workerinput"))
 
 
-def layer_of(item: pytest.Item) -> int:
-    """Return the index in `LAYERS` of a test."""
+def layer_of(item: pytest.Item | pytest.Module) -> int:
+    """Return the index in `LAYERS` of a test or of a module."""
     layer = (getattr(getattr(item, "module", None), "__doc__", None) or "").split(".")[0]
     return max((index for index, name in enumerate(LAYERS) if name in layer), default=0)
 
@@ -83,9 +83,9 @@ def _independent_of_earlier_cases() -> Iterator[None]:
     reset_global_state()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the threads of a test of one process on one core. On several, passing the GIL on takes half of the time.
+    """Keep the threads of tests of one process on one core. On several, passing the GIL on takes half of the time.
 
     Test processes that run at the same time use different cores, as long as there are any, which they lock.
     """
