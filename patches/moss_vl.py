@@ -45,7 +45,6 @@ from mllm_seqpar.models.moss_vl.modeling import (
     after_text,
     check_appended,
     later_positions,
-    media_of_samples,
     next_positions,
 )
 
@@ -89,8 +88,7 @@ class MossVLInputs(ForwardInputs):
         grid = self.on_host(GRID)
         if grid is None:
             raise ShapeError(f"frames were passed without {GRID}; pass what the processor returns")
-        media = self.on_host(MEDIA)
-        return frame_grids(grid.long(), media_of_samples(media, grid, self.batch), self.batch)
+        return frame_grids(grid.long(), self.on_host(MEDIA), self.batch)
 
     @property
     def total_frames(self) -> int:

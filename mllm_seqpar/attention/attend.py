@@ -43,7 +43,6 @@ from .executor import BlockMath, distributed_backward, distributed_forward
 from .kept_results import running_region
 from .keys import Keys, WholeKeys
 from .streamed import StreamedKeys, streamed_backward, streamed_forward
-from .ulysses import head_sharded
 
 
 class _JointAttention(torch.autograd.Function):
@@ -219,6 +218,8 @@ def _attend_sharded(
     layout = None
     for keys in key_sets:
         if keys.spec.head_degree > 1:
+            from .ulysses import head_sharded  # of one strategy
+
             key_sets, layout = head_sharded(q, key_sets, comm)
             break
     if layout is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from mllm_seqpar.kernels.base import fold_batch, fold_heads, unfold_batch, unfold_heads
 
 from .call_spec import CallSpec
-from .head_layout import HeadLayout
+
+if TYPE_CHECKING:  # `ulysses` imports it, and makes it
+    from .head_layout import HeadLayout
 
 NOTHING = torch.empty(0)
 

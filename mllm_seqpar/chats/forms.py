@@ -47,6 +47,14 @@ _TURN_WEIGHTS = ("weight", "loss", "loss_scale", "train", "training")
 _TURN_KEYS = (*_TURN_WEIGHTS, "loss_mask", "mask", "train_detail", "tool_calls")
 """Keys of LLaVA's turns with which other programs (axolotl, ms-swift, OpenAI) change the targets."""
 
+_NAMES_MEDIA = re.compile(
+    r"(?:.*_)?(?:video|image|clip|movie)_?(?:name|file|filename|path|url|link|idx|id)?s?", re.IGNORECASE
+)
+"""Keys by which data sets name the video of a text: `video_name` of ActivityNet-QA, `video_idx` of EgoSchema, ..."""
+
+_ONE_OPTION = re.compile(r"(?i:option|choice|candidate)s?[ _]?(?:\d|[a-zA-Z])?|a\d|[A-E]")
+"""Keys by which data sets state options otherwise than as a list: `option` of EgoSchema, `a0` of NExT-QA, ..."""
+
 CAPTION_PROMPT = "Describe the {kind}."
 """The question of a record that has a caption only; `{kind}` is image or video."""
 
@@ -96,6 +104,11 @@ def read_record(
     messages = _messages(record, template, answered)
     _refuse(_UNSUPPORTED_KEYS, record)
     chat = Chat.parse(messages, allowed)
+    if not chat.media and (names := [key for key in record if _NAMES_MEDIA.fullmatch(key) and record[key]]):
+        raise DataError(
+            f"names a video or image by {names[0]!r} ({record[names[0]]!r:.60}), which would be ignored; give its path "
+            "by 'video' or 'image', or leave the key out if the text is about no video"
+        )
     if answered:
         chat.check_targets()
     else:
@@ -219,7 +232,12 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
         question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
     else:
-        question, answer = record["question"], record.get("answer") or ""
+        if options := [key for key in record if _ONE_OPTION.fullmatch(key)]:
+            raise DataError(
+                f"has the key {options[0]!r} ({record[options[0]]!r:.60}), which would be ignored; give the options as "
+                f"one list, by {', '.join(map(repr, OPTION_KEYS))}"
+            )
+        question, answer = record["question"], record.get("answer", "")
         if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):

@@ -212,6 +212,11 @@ class Records(ABC):
         for folder in folders:
             if os.path.isfile(folder / name):  # Path.is_file raises for a name that is too long
                 return str(folder / name)
+        if any(os.path.isdir(folder / name) for folder in folders):
+            raise VideoError(
+                f"{name:.300}: is a directory, not a file; list the frames of a video in a content part: "
+                '{"type": "video", "images": ["NAME/0.jpg", ...]}'
+            )
         others = f" (nor in {', '.join(map(str, folders[1:]))})" if folders[1:] else ""
         raise VideoError(f"{folders[0] / name!s:.300}: no such file{others}")
 
@@ -257,6 +262,16 @@ class JsonRecords(Records):
         if start[:1] == b"[":
             with reading(f"{file}: not JSON", "expected one list of records"):
                 return enumerate(json.loads(start), 1)
+        if file.suffix.lower() == ".json" and b"\n" in start.rstrip():
+            try:
+                keys = ", ".join(map(repr, list(json.loads(start))[:8])) or "none"
+            except (ValueError, RecursionError):  # of a file with a record on each line, after the first one
+                pass
+            else:
+                raise DataError(
+                    f"{file}: is one object over several lines (keys: {keys}); expected one list of records, or a "
+                    "record on each line"
+                )
         return ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
     def __len__(self) -> int:

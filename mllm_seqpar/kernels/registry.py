@@ -11,33 +11,36 @@ them. Masks go to the Triton kernel for intervals, and where Triton is not insta
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.masks.intervals import Intervals
 
 from .base import BlockKernel
-from .blocked_matmul import BlockedMatmulKernel
-from .cudnn import CudaCudnnKernel
-from .flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from .fused import TorchCpuKernel
-from .torch_cuda import CudaEfficientKernel, CudaFlashKernel, activated_flash
-from .triton_intervals import TritonIntervalsKernel
+
+
+def _of(module: str, name: str) -> Callable[[], BlockKernel]:
+    """Return what makes a kernel whose module is imported once a block may need it: on the CPU, few do."""
+    return lambda: getattr(importlib.import_module(f".{module}", __package__), name)()
+
 
 _KERNELS: dict[str, Callable[[], BlockKernel]] = {
-    "flash_attn_3": FlashAttn3Kernel,
-    "flash_attn_4": FlashAttn4Kernel,
-    "flash_attn": FlashAttnKernel,
-    "cuda_cudnn": CudaCudnnKernel,
-    "cuda_flash": CudaFlashKernel,
-    "triton_intervals": TritonIntervalsKernel,
-    "cuda_efficient": CudaEfficientKernel,
+    "flash_attn_3": _of("flash_attn", "FlashAttn3Kernel"),
+    "flash_attn_4": _of("flash_attn", "FlashAttn4Kernel"),
+    "flash_attn": _of("flash_attn", "FlashAttnKernel"),
+    "cuda_cudnn": _of("cudnn", "CudaCudnnKernel"),
+    "cuda_flash": _of("torch_cuda", "CudaFlashKernel"),
+    "triton_intervals": _of("triton_intervals", "TritonIntervalsKernel"),
+    "cuda_efficient": _of("torch_cuda", "CudaEfficientKernel"),
     "torch_cpu": TorchCpuKernel,
-    "blocked_matmul": BlockedMatmulKernel,
+    "blocked_matmul": _of("blocked_matmul", "BlockedMatmulKernel"),
 }
 
 _AUTO = (
@@ -163,7 +166,7 @@ def _order(q: Tensor, k: Tensor, intervals: Intervals | None, measured: tuple[Ke
         fitting = [rate for rate in measured if rate.masked == masked and rate.dim >= q.shape[3]]
         seconds = {rate.kernel: rate.seconds for rate in sorted(fitting, key=lambda rate: -rate.dim)}
         names.sort(key=lambda name: seconds.get(name, float("inf")))
-    if "cuda_flash" in names and activated_flash():
+    if "cuda_flash" in names and current_flash_attention_impl():
         names.sort(key=lambda name: name != "cuda_flash")
     return names
 
@@ -176,7 +179,8 @@ def _first_supported(
         kernel = _KERNELS[name]()
         reason = kernel.unsupported_reason(q, k, intervals)
         if reason is None:
-            active = f" ({activated_flash()}, activated in torch)" if name == "cuda_flash" and activated_flash() else ""
-            return kernel, f"{name}{active}: " + ("; ".join(rejected) or "first choice")
+            active = current_flash_attention_impl() if name == "cuda_flash" else None
+            named = f"{name} ({active}, activated in torch)" if active else name
+            return kernel, f"{named}: " + ("; ".join(rejected) or "first choice")
         rejected.append(f"{name} {reason}")
     raise AssertionError("the last kernel of the order computes every block")

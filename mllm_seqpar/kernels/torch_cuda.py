@@ -29,6 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import current_flash_attention_impl
 
 from mllm_seqpar.masks.intervals import Intervals
 
@@ -81,12 +82,13 @@ class CudaKernel(FusedKernel):
 
 
 class CudaFlashKernel(CudaKernel):
-    """torch's flash operators: FlashAttention 2, or what the user has activated in its place (`activated_flash`)."""
+    """torch's flash operators: FlashAttention 2, or what the user has activated in its place for the whole process, by
+    `torch.nn.attention.activate_flash_attention_impl`. Nothing in this package activates one."""
 
     name = "cuda_flash"
 
     def _unsupported_here(self, dim: int, capability: tuple[int, int]) -> str | None:
-        active = activated_flash()
+        active = current_flash_attention_impl()
         if active is None:
             return flash_unsupported_reason(2, dim, capability) or (
                 None if torch.backends.cuda.is_flash_attention_available() else "is not built into this torch"
@@ -177,12 +179,3 @@ def flash_unsupported_reason(version: int, dim: int, capability: tuple[int, int]
             return f"needs compute capability 9.x or 10.x, got {major}.{minor}"
         limit, where = 256 if major == 9 else 128, f" on compute capability {major}.x"
     return f"takes head dims up to {limit}{where}, got {dim}" if dim > limit else None
-
-
-def activated_flash() -> str | None:
-    """Return the implementation that the user has activated under torch's flash operators, or None for torch's own.
-
-    `torch.nn.attention.activate_flash_attention_impl("FA3")` replaces the operators of the whole process. It is the
-    user's choice; nothing in this package activates one.
-    """
-    return torch.nn.attention.current_flash_attention_impl()

@@ -13,7 +13,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -31,6 +32,11 @@ class NativeModel(NamedTuple):
     """None: one of transformers', which its AutoImageProcessor finds."""
     published_as: str | None = None
     """The `model_type` of another model, if published files state that and name this model in `architectures`."""
+
+    @property
+    def configuration(self) -> str:
+        """The name of the module with the configuration class."""
+        return f"mllm_seqpar.models.{self.package}.configuration"
 
     def named(self, name: str) -> Any:
         """Import the package and return one of its classes."""
@@ -72,6 +78,13 @@ NATIVE_MODELS = {
 }
 """The native models by `model_type`."""
 
+_AUTO_MODULES = (
+    "transformers.models.auto.configuration_auto",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.image_processing_auto",
+    "transformers.models.auto.processing_auto",
+)
+
 
 class _StandIn(type):
     """The type of a lazy proxy for a class of a native model, which is imported when an attribute is used."""
@@ -85,93 +98,69 @@ class _StandIn(type):
         return cls.native.named(cls.__name__)(*args, **kwargs)
 
 
+@cache
 def _stand_in(native: NativeModel, name: str, **attributes: Any) -> Any:
     return _StandIn(name, (), {"native": native, "__module__": __name__, **attributes})
 
 
-def _config_of(native: NativeModel) -> Any:
-    """Return the configuration class if it has been imported, else a lazy proxy for it."""
-    module = sys.modules.get(f"mllm_seqpar.models.{native.package}.configuration")
-    return getattr(module, native.config, None) or _stand_in(native, native.config)
+def register(executed: ModuleType | None = None) -> None:
+    """Register the native models with the modules of Auto classes that transformers has imported.
 
+    Nothing is imported here, because modules of transformers may be partly imported. `executed` is a module that is
+    complete, although Python still counts it among these.
+    """
 
-def _register_configurations(auto: ModuleType) -> None:
-    for model_type, native in NATIVE_MODELS.items():
-        auto.AutoConfig.register(model_type, _config_of(native), exist_ok=True)
-
-
-def _register_models(auto: ModuleType) -> None:
-    """Register the models whose configuration has been imported; the others are registered when theirs is."""
-    for native in NATIVE_MODELS.values():
-        config = _config_of(native)
-        if not isinstance(config, _StandIn):
-            for name in native.autos:
-                model = _stand_in(native, native.model, config_class=config)
-                getattr(auto, name).register(config, model, exist_ok=True)
-
-
-def _register_processors(auto: ModuleType) -> None:
-    """Register the processors, which are found by the names of their classes, or by a configuration."""
-    for native in NATIVE_MODELS.values():
-        auto.AutoProcessor.register(_config_of(native), _stand_in(native, native.processor), exist_ok=True)
-
-
-def _register_image_processors(auto: ModuleType) -> None:
-    """Register the image processors in the mapping, because `AutoImageProcessor.register` takes no stand-ins."""
-    for native in NATIVE_MODELS.values():
-        if native.image_processor is not None:
-            backends = dict.fromkeys(("torchvision", "pil"), _stand_in(native, native.image_processor))
-            auto.IMAGE_PROCESSOR_MAPPING.register(_config_of(native), backends, exist_ok=True)
-
-
-_ACTIONS: dict[str, Callable[[ModuleType], None]] = {
-    "transformers.models.auto.configuration_auto": _register_configurations,
-    "transformers.models.auto.modeling_auto": _register_models,
-    "transformers.models.auto.image_processing_auto": _register_image_processors,
-    "transformers.models.auto.processing_auto": _register_processors,
-}
-
-
-def register(imported: ModuleType | None = None) -> None:
-    """Register the native models with the modules of Auto classes that transformers has imported."""
-    for name, action in _ACTIONS.items():
+    def complete(name: str) -> Any:
         module = sys.modules.get(name)
-        if module is not None and not getattr(module.__spec__, "_initializing", False):
-            action(module)
+        is_partial = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        return module if module is executed or not is_partial else None
+
+    configurations, models, images, processors = map(complete, _AUTO_MODULES)
+    for model_type, native in NATIVE_MODELS.items():
+        imported = getattr(sys.modules.get(native.configuration), native.config, None)
+        config = _stand_in(native, native.config) if imported is None else imported
+        if configurations is not None:
+            configurations.AutoConfig.register(model_type, config, exist_ok=True)
+        if models is not None and imported is not None:  # needs its `model_type`
+            for auto in native.autos:
+                model = _stand_in(native, native.model, config_class=config)
+                getattr(models, auto).register(config, model, exist_ok=True)
+        if images is not None and native.image_processor is not None:  # `AutoImageProcessor.register` takes no stand-in
+            backends = dict.fromkeys(("torchvision", "pil"), _stand_in(native, native.image_processor))
+            images.IMAGE_PROCESSOR_MAPPING.register(config, backends, exist_ok=True)
+        if processors is not None:
+            processors.AutoProcessor.register(config, _stand_in(native, native.processor), exist_ok=True)
 
 
 class _AfterImport:
-    """A finder that calls an action after a module is imported by Python's own finder.
+    """A finder that registers the native models after one of some modules is imported by Python's own finder."""
 
-    An action must not import anything from transformers, whose modules may be partly imported.
-    """
-
-    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
-        self._actions = actions
+    def __init__(self, modules: Collection[str]) -> None:
+        self._modules = modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._actions:
+        if fullname not in self._modules:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_act(module: ModuleType) -> None:
+        def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            self._actions[fullname](module)
+            register(module)
 
-        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
 def register_on_import() -> None:
     """Register the native models now, and whenever transformers or this package imports a class that it needs."""
     register()
-    configurations = (f"mllm_seqpar.models.{native.package}.configuration" for native in NATIVE_MODELS.values())
-    sys.meta_path.insert(0, _AfterImport(_ACTIONS | dict.fromkeys(configurations, register)))
+    configurations = (native.configuration for native in NATIVE_MODELS.values())
+    sys.meta_path.insert(0, _AfterImport({*_AUTO_MODULES, *configurations}))
 
 
 CODE_MODULE = "mllm_seqpar_code"

@@ -1,16 +1,71 @@
-"""What the native models with a flat list of frames have in common: their cache and their output."""
+"""What the native models have in common: loading, gradient checkpointing, rotary positions, cache and output."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2.modeling_qwen2 import rotate_half
 
 from mllm_seqpar._compat import cache_name, drops_cache
+from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.runtime.text import select_logit_rows
+
+from .auto_classes import LocalCode
+
+
+class NativeModelMixin(LocalCode):
+    """Base of the native models, before a class of transformers.
+
+    Loading requires exactly the weights of the model, and reentrant gradient checkpointing is refused.
+    """
+
+    published_name: ClassVar[str] = ""
+    """The model's name in errors about its weights; by default that of its class."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Load the model like `PreTrainedModel.from_pretrained`; every tensor must be there, and no other.
+
+        Raises:
+            DataError: weights are missing, unexpected or of another shape.
+            ConfigError: `ignore_mismatched_sizes` is True.
+        """
+        from .loading import load_clean  # a new model does not need it
+
+        options = {"expected": cls.published_name} | kwargs
+        loaded = load_clean(super().from_pretrained, pretrained_model_name_or_path, **options)  # type: ignore[misc]
+        return cast(Self, loaded if output_loading_info else loaded[0])
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        # Every public method that enables checkpointing, in all supported versions, calls this method.
+        function = kwargs.get("gradient_checkpointing_func")
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "use_reentrant is True; layers share the visual features, which reentrant checkpointing cannot "
+                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
+
+
+def rotate(x: Tensor, rotation: Iterable[Tensor], transposed: bool = False) -> Tensor:
+    """Rotate heads (..., D) by angles, or apply the transpose of this linear map.
+
+    `rotation` is the cosines and the sines of the angles, which broadcast to x.
+    """
+    cos, sin = rotation
+    return x * cos + (-rotate_half(x * sin) if transposed else rotate_half(x) * sin)
 
 
 def prompt_cache(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mllm_seqpar.errors import ConfigError, first_line
 
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?$")
 _UNUSED = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
 """Other forms of the same weights, which are large: Llama 3.2's `original`, and files for other frameworks."""
@@ -38,6 +41,19 @@ def local_config(name: str | os.PathLike[str]) -> str:
         ConfigError: the id cannot be downloaded and is not in the cache.
     """
     return _from_hub(os.fspath(name), "model", "hf_hub_download", filename="config.json")
+
+
+def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that locate files on the Hub."""
+    return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
+
+
+def local_file(path: str | os.PathLike[str], name: str, **hub: Any) -> Path | None:
+    """Return a file of a directory, or of a repository on the Hub; None if there is none of that name."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    return None if file is None else Path(file)
 
 
 def _from_hub(name: str, kind: str, function: str, **options: Any) -> str:

@@ -146,7 +146,16 @@ def load_processor(path: str) -> Any:
     folders = model_directories(path)
     _require_config(folders[-1])
     folder = next((folder for folder in folders if any((folder / name).is_file() for name in _PROCESSOR)), folders[0])
-    _require_files(folder)
+    stated = folder / _PROCESSOR[0]
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    lacks = [] if has_tokenizer else [f"a tokenizer ({', '.join(_TOKENIZERS)})"]
+    if not (folder / _PROCESSOR[1]).is_file() and not (stated.is_file() and "image_processor" in stated.read_text()):
+        lacks.append(f"the preprocessing of images ({_PROCESSOR[1]}, or image_processor in {_PROCESSOR[0]})")
+    if lacks:
+        raise ConfigError(
+            f"--model {folder}: it has no files of {' and of '.join(lacks)}; copy them from the model that it was "
+            "trained from, because a checkpoint of a training may lack them"
+        )
     native = _native_model(folders[-1])
     with _reading(folder, ValueError, ImportError, what="no processor can be loaded"):
         processor = AutoProcessor if native is None else native.named(native.processor)
@@ -217,10 +226,14 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
     what `from_pretrained(..., output_loading_info=True)` reported, or a part of it; the message begins with `what`.
     """
     found = []
+    shapes = [
+        f"{name}: {tuple(stored)} in the checkpoint, {tuple(needed)} in the model"
+        for name, stored, needed in report.get("mismatched_keys") or ()
+    ]
     for text, names in (
         ("it lacks", sorted(set(map(str, report.get("missing_keys") or ())))),
         ("the model does not have", sorted(set(map(str, report.get("unexpected_keys") or ())))),
-        ("other shapes have", sorted(map(_shapes, report.get("mismatched_keys") or ()))),
+        ("other shapes have", sorted(shapes)),
         ("loading failed for", [str(x) for key in ("error_msgs", "conversion_errors") for x in report.get(key) or ()]),
     ):
         if names:
@@ -232,20 +245,6 @@ def require_clean(report: Mapping[str, Any], what: str, *, expected: str = "") -
             f"of {expected or 'the model that its config.json describes'}: check that the checkpoint is complete and "
             "that config.json belongs to it"
         )
-
-
-class NonReentrantCheckpointing:
-    """Base of the native models, before a class of transformers: reentrant gradient checkpointing is refused."""
-
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        # Every public method that enables checkpointing, in all supported versions, calls this method.
-        function = kwargs.get("gradient_checkpointing_func")
-        if getattr(function, "keywords", {}).get("use_reentrant"):
-            raise ConfigError(
-                "use_reentrant is True; layers share the visual features, which reentrant checkpointing cannot "
-                "differentiate: pass gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out"
-            )
-        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
 
 
 def _base_of_adapter(folder: Path) -> Path | None:
@@ -333,7 +332,7 @@ def _reading(folder: Path, *kinds: type[Exception], what: str = "") -> Iterator[
 
     `kinds` are further errors, whichever code raises them; `what` says what cannot be done.
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     try:
         yield
@@ -344,25 +343,18 @@ def _reading(folder: Path, *kinds: type[Exception], what: str = "") -> Iterator[
     except Exception as error:
         if not isinstance(error, (OSError, SafetensorError, *kinds)) and library_fault(error) is None:
             raise
-        raise _unreadable(folder, error, what) from error
-
-
-def _unreadable(folder: Path, error: Exception, what: str) -> ConfigError:
-    """Return the error about a directory that could not be loaded; it names a damaged safetensors file, if one is."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as fault:
-            return ConfigError(
-                f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
-                f"({first_line(fault)}); download or copy it again"
-            )
-    if (said := library_fault(error)) is not None:
-        what = what or "the model that its config.json describes cannot be loaded"
-    return ConfigError(": ".join(filter(None, (f"--model {folder}", what, said or first_line(error)))))
+        for file in sorted(folder.glob("*.safetensors")):  # one of them may be damaged
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except (OSError, SafetensorError) as fault:
+                raise ConfigError(
+                    f"--model {folder}: {file.name} ({file.stat().st_size:,} bytes) is not a complete safetensors file "
+                    f"({first_line(fault)}); download or copy it again"
+                ) from error
+        if (said := library_fault(error)) is not None:
+            what = what or "the model that its config.json describes cannot be loaded"
+        raise ConfigError(": ".join(filter(None, (f"--model {folder}", what, said or first_line(error))))) from error
 
 
 def model_directories(path: str) -> list[Path]:
@@ -372,29 +364,8 @@ def model_directories(path: str) -> list[Path]:
     return [folder] if base is None else [folder, base]
 
 
-def _require_files(folder: Path) -> None:
-    """Raise ConfigError if a directory lacks the files of a processor or of a tokenizer."""
-    stated = folder / _PROCESSOR[0]
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-    lacks = [] if has_tokenizer else [f"a tokenizer ({', '.join(_TOKENIZERS)})"]
-    if not (folder / _PROCESSOR[1]).is_file() and not (stated.is_file() and "image_processor" in stated.read_text()):
-        lacks.append(f"the preprocessing of images ({_PROCESSOR[1]}, or image_processor in {_PROCESSOR[0]})")
-    if lacks:
-        raise ConfigError(
-            f"--model {folder}: it has no files of {' and of '.join(lacks)}; copy them from the model that it was "
-            "trained from, because a checkpoint of a training may lack them"
-        )
-
-
 def _require_config(folder: Path) -> str:
     """Return the path of a model directory; raise ConfigError if it is not one."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--model {folder}: no config.json there; give a directory that save_pretrained wrote")
     return str(folder)
-
-
-def _shapes(entry: Any) -> str:
-    if not isinstance(entry, tuple) or len(entry) != 3:
-        return str(entry)
-    name, stored, wanted = entry
-    return f"{name}: {tuple(stored)} in the checkpoint, {tuple(wanted)} in the model"

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mllm_seqpar._compat import eager
-from mllm_seqpar.chunked_mlp import TokenwiseFunction, run_in_chunks
 from mllm_seqpar.errors import AdapterError
 from mllm_seqpar.runtime.context import SeqParContext
 from mllm_seqpar.runtime.forward_state import ForwardState
@@ -191,6 +190,8 @@ def _attends(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
 
 
 def _chunked_forward(unpatched: Callable[..., Tensor], size: int) -> Callable[..., Tensor]:
+    from mllm_seqpar.chunked_mlp import TokenwiseFunction, run_in_chunks  # of one option
+
     @functools.wraps(unpatched)
     def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
         return run_in_chunks(TokenwiseFunction(unpatched, [self], self), size, *inputs)

@@ -15,7 +15,6 @@ from mllm_seqpar.comm import Group, ProcessGroupCommunicator, transfer_communica
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.comm.backends import require_transferable
 from mllm_seqpar.comm.gloo_exit import release_gloo_at_exit
-from mllm_seqpar.comm.nccl_settings import warn_about_settings
 from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.digests import fingerprint
 from mllm_seqpar.errors import AdapterError, ConfigError
@@ -80,12 +79,12 @@ def patch_model(
     comm = transfer_communicator(group)
     release_gloo_at_exit()
     if isinstance(comm, ProcessGroupCommunicator) and comm.uses_nccl and comm.rank == 0:
+        from mllm_seqpar.comm.nccl_settings import warn_about_settings
+
         warn_about_settings()
 
     def check() -> tuple[Adapter, nn.Module, SeqParContext]:
         check_versions()
-        if not isinstance(model, nn.Module):
-            raise AdapterError(f"patch_model: expected a torch.nn.Module, got {type(model).__name__}; pass a model")
         assumed_alone = group is None and not dist.is_initialized()
         context = SeqParContext(comm, _resolve_config(strategy, config, options), assumed_alone=assumed_alone)
         context.config.check_ranks(comm.size)

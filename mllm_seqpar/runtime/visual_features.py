@@ -87,7 +87,10 @@ class VisualFeatures:
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode."""
         within = fsdp_units_among(project.modules)
-        return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
+        # In grad mode, a frozen projection of frozen features is computed in chunks too.
+        trains = torch.is_grad_enabled() and (self.features.requires_grad or bool(trained_parameters(project.modules)))
+        with torch.set_grad_enabled(trains):
+            return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
 
 
 def unit_chunks(features: Tensor) -> list[slice]:

@@ -21,7 +21,7 @@ from mllm_seqpar.chats.chat import Allowed, Chat, Turn
 from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.chats.clip import Clip, FrameSource
 from mllm_seqpar.errors import ConfigError, DataError
-from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
+from mllm_seqpar.processors.base import frame_list, to_tensor
 from mllm_seqpar.videos.frame_choice import FrameChoice
 
 Example = Mapping[str, Any]

@@ -153,13 +153,13 @@ class Mode:
         assert self.spec is not None
         keys, dtype = (k.shape[2],) * comm.size, accumulation(self.accumulate_dtype, q.dtype)
         problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
-        ratios = None
-        if network is not None and self.spec.strategy == "mesh":
-            calls = (AttentionCall(problem, self.spec, network, backward=b) for b in (False, True))
+        spec = self.spec
+        if network is not None and spec.strategy == "mesh":
+            calls = (AttentionCall(problem, spec, network, backward=b) for b in (False, True))
             forward, backward = (call.overlap_ratios for call in calls)
-            ratios = forward, backward
+            spec = replace(spec, overlap_ratios=(forward, backward))
         blocks = BlockMasks.full(q.shape[0], q.shape[2], keys)
-        call = call_spec_for(self.spec, blocks, problem, dtype, self.overlap, ratios)
+        call = call_spec_for(spec, blocks, problem, dtype, self.overlap)
         comm = comm if self.transfers else without_transfers(comm)
         keys = [GivenKeys(call, k, v)]
         return attend(q, [keys], rows="sharded", comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0][0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from family_cases import BATCHES, INSTRUCT, QWENS
 from family_harness import FAMILIES, family_module, inputs_of, model_of, on_ranks
@@ -71,6 +72,8 @@ OWL_ERRORS = {
     (ShapeError, ELSEWHERE): {
         "pass either pixel_values or image_embeds, not both": {"image_embeds": FEATURES},
         "pass either input_ids or inputs_embeds": {"input_ids": None},
+        "input_ids: expected a tensor, got list": {"input_ids": [[1, 2, 3]]},
+        "inputs_embeds: expected a tensor, got str": {"input_ids": None, "inputs_embeds": "x"},
         r"expected \(frames, tokens, 64\)": {"pixel_values": None, "image_embeds": FEATURES[..., :32]},
     },
     (ShapeError, ELSEWHERE, local_frames): {
@@ -78,6 +81,10 @@ OWL_ERRORS = {
         "means 1 frames, 3 were passed": {"pixel_values": tiny_frames(3)},
         "a rank without frames passes an empty tensor": {"pixel_values": None},
         r"expected a FrameShard\(start, stop, total\), got tuple": {"visual_shard": (1, 2, 3)},
+    },
+    (TypeError, ELSEWHERE): {"new\\(\\): invalid data type 'str'": {"media_offset": "x"}},
+    (ShapeError, ELSEWHERE, lambda x, comm: {**x, "labels": None, **cache_argument(DynamicCache())}): {
+        "input_ids: expected a tensor, got list": {"input_ids": [[1, 2, 3]]}
     },
     (ConfigError, ELSEWHERE): {
         "output_attentions=True: attention weights do not exist": {"output_attentions": True},

@@ -140,6 +140,7 @@ print(*(name for name in sys.modules if name.startswith("mllm_seqpar.")))
     imported = done.stdout.split()
     assert "mllm_seqpar.patches.mplug_owl3" in imported and "mllm_seqpar.patches.mllama" not in imported
     assert not [name for name in imported if is_program(name)]
+    assert len(imported) <= 90, "a module that one option, strategy or device needs is imported where that is found out"
 
 
 def test_adapters_import_the_public_toolkit_only() -> None:

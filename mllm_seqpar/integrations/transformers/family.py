@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import modeling_outputs
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -26,6 +27,7 @@ from mllm_seqpar.sharding import tensor_of
 from .attention import use_seqpar_attention
 from .facts import InputsT, ModelFacts
 from .generation import patch_generate
+from .inputs import ForwardInputs
 from .passes import Pass
 from .rotary import rotate_by_whole_text
 
@@ -219,8 +221,17 @@ def _model_forward(family: Family[Any]) -> Any:
         given: dict[str, Any] = {}
         for name in taken & kwargs.keys():
             (text if name in TEXT_ARGUMENTS else given)[name] = kwargs.pop(name)
-        logits_to_keep = kwargs.pop("logits_to_keep", 0)
-        return Pass(family, family.inputs(text_arguments(family, text), **given), logits_to_keep, kwargs).run()
+        logits_to_keep, cache = kwargs.pop("logits_to_keep", 0), text.get("cache")
+        inputs: ForwardInputs
+        try:
+            inputs = family.inputs(text_arguments(family, text), **given)
+        except Exception as error:
+            # Several ranks compare the inputs of a pass that begins a text, but not those of every other one.
+            begins = cache is None or (isinstance(cache, Cache) and cache.get_seq_length() == 0)
+            if family.context.comm.size == 1 or not begins:
+                raise
+            inputs = ForwardInputs(frames=None, frames_are_features=False, compared_tensors={}, error=error)
+        return Pass(family, inputs, logits_to_keep, kwargs).run()
 
     # `generate` would pass an argument of the unpatched forward that the family does not take.
     supported = [x for x, name in zip(unpatched[1:], names, strict=True) if name in taken or name == "logits_to_keep"]

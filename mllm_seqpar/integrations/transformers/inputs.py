@@ -41,6 +41,7 @@ class ForwardInputs:
             case if the unpatched model would not create a cache.
         extras: (F, ...) or (f, ...) each: further tensors with one entry per frame, such as its aspect ratio.
         compare_frames: whether pixels that all ranks have must be equal bit by bit. Computed values may differ.
+        error: what `Family.inputs` raised on this rank, which then has no inputs; the pass raises it on all ranks.
         frame_layouts: the layouts that `visual_shard` may have.
     """
 
@@ -62,6 +63,7 @@ class ForwardInputs:
     detects_packing: bool = False
     extras: tuple[Tensor, ...] = ()
     compare_frames: bool = True
+    error: Exception | None = None
     appends_frames: bool = field(default=False, init=False)
     """Whether the frames of this pass follow those of the cache; True in a copy, once the ranks have agreed on it."""
     shard_layout: str | None = field(default=None, init=False)
@@ -78,8 +80,11 @@ class ForwardInputs:
     """What `cache_state` returns in a copy, once the pass has brought the cache up to date, and of an earlier pass."""
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
-        tokens = given[0] if given else torch.empty(0, 0)
+        tokens: Any = self.inputs_embeds if self.input_ids is None else self.input_ids
+        tokens = torch.empty(0, 0) if tokens is None else tokens
+        if not isinstance(tokens, Tensor):
+            name = "inputs_embeds" if self.input_ids is None else "input_ids"
+            raise ShapeError(f"{name}: expected a tensor, got {type(tokens).__name__}")
         batch, length, *_ = *tokens.shape, 0, 0  # of a wrong number of dimensions, too
         past_length = 0 if self.cache is None else int(self.cache.get_seq_length())
         has_labels = self.labels is not None or self.shift_labels is not None

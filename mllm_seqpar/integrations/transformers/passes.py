@@ -177,6 +177,8 @@ class Pass:
     def _check_rank(self, weights: Sequence[Tensor]) -> None:
         """Raise for what is invalid on this rank; `weights` are those of the model if this pass looks at it."""
         family, inputs, size = self.family, self.inputs, self.comm.size
+        if inputs.error is not None:
+            raise inputs.error
         if weights:
             refuse_other_sharding(family.model, tensor_parallel=size == 1 and not family.has_cross_attention)
             pixels = inputs.frames is not None and not inputs.frames_are_features

@@ -16,9 +16,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextMLP,
     Qwen3VLTextRMSNorm,
     Qwen3VLTextRotaryEmbedding,
-    rotate_half,
 )
 
+from mllm_seqpar.models.causal_lm import rotate
 from mllm_seqpar.models.mplug_owl3.hyper_attention import VisualInputs, attend_frames, attend_rows
 from mllm_seqpar.models.mplug_owl3.media import MediaLayout
 from mllm_seqpar.runtime.projections import KVProjection
@@ -78,8 +78,7 @@ class MossVLCrossAttention(nn.Module):
     def queries(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """Normalised text (B, L, C) -> q (B, H, L, D), rotated."""
         q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        cos, sin = (x[:, None] for x in position_embeddings)
-        return q * cos + rotate_half(q) * sin
+        return rotate(q, (x[:, None] for x in position_embeddings))
 
     @property
     def dropout(self) -> float:
@@ -91,8 +90,7 @@ class MossVLCrossAttention(nn.Module):
 
     def rotate_visual(self, k: Tensor, index: Tensor, transposed: bool = False) -> Tensor:
         """Rotate keys (units, tokens, G, D) by their positions, or apply the transpose of this linear map."""
-        cos, sin = (x[:, :, None] for x in self.rotary_emb(k, index.permute(2, 0, 1)))
-        return k * cos - rotate_half(k * sin) if transposed else k * cos + rotate_half(k) * sin
+        return rotate(k, (x[:, :, None] for x in self.rotary_emb(k, index.permute(2, 0, 1))), transposed)
 
     def forward(
         self,

@@ -111,12 +111,13 @@ def count_positions(begin: Tensor, real: Tensor, extent: Tensor | int = 0) -> Te
     return (begin + (step + extent).cumsum(1) - step).masked_fill(~real, 0)
 
 
-def frame_grids(grid_thw: Tensor, media: Sequence[int], batch: int) -> tuple[Tensor, list[int]]:
+def frame_grids(grid_thw: Tensor, media: Sequence[int] | Tensor | None, batch: int) -> tuple[Tensor, list[int]]:
     """Return (F, 2), height and width in patches of each frame, and the number of frames of each sample.
 
     Args:
         grid_thw: (media, 3), frames, height and width of each medium in patches.
-        media: the number of media of each sample. With beams, samples stand for several rows of the batch each.
+        media: the number of media of each sample; None for one sample. With beams, samples stand for several rows of
+            the batch each.
         batch: B.
 
     Raises:
@@ -127,13 +128,19 @@ def frame_grids(grid_thw: Tensor, media: Sequence[int], batch: int) -> tuple[Ten
             f"grid_thw has shape {tuple(grid_thw.shape)}; expected (media, 3), the frames, height and width of each "
             "image or video in patches, all above 0"
         )
-    if sum(media) != grid_thw.shape[0] or not media or batch % len(media):
+    if media is None and batch != 1:
         raise ShapeError(
-            f"media_nums_per_sample is {list(media)} for {grid_thw.shape[0]} rows of grid_thw and a batch of {batch}; "
+            f"media_nums_per_sample is missing for a batch of {batch}; pass the number of images and videos of each "
+            "sample, as the processor returns it"
+        )
+    of_samples = [grid_thw.shape[0]] if media is None else torch.as_tensor(media).tolist()
+    if sum(of_samples) != grid_thw.shape[0] or not of_samples or batch % len(of_samples):
+        raise ShapeError(
+            f"media_nums_per_sample is {of_samples} for {grid_thw.shape[0]} rows of grid_thw and a batch of {batch}; "
             "expected the number of images and videos of each sample"
         )
     counts = grid_thw[:, 0]
-    by_sample = [int(part.sum()) for part in counts.split(list(media))]
+    by_sample = [int(part.sum()) for part in counts.split(of_samples)]
     return grid_thw[:, 1:].repeat_interleave(counts, 0), by_sample
 
 

@@ -9,9 +9,8 @@ Shape legend: B samples, L text tokens, F frames of all samples in one flat list
 patches, C channels.
 """
 
-import os
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +38,8 @@ from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import ShapeError
-from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import ONE_PROCESS, SequenceParallelCacheState, attach, begin_prompt, cache_state_of
-from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
-from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean
+from mllm_seqpar.models.causal_lm import NativeModelMixin, causal_lm_output, prompt_cache
 from mllm_seqpar.models.mplug_owl3.media import brings_frames, continue_layout
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
@@ -143,7 +140,9 @@ class MossVLTextModel(Qwen3VLTextModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        _init_gates(module)
+        if isinstance(module, MossVLCrossAttentionDecoderLayer):
+            init.zeros_(module.cross_attn_attn_gate)
+            init.zeros_(module.cross_attn_mlp_gate)
 
     @capture_outputs
     @takes_cache
@@ -180,17 +179,9 @@ class MossVLTextModel(Qwen3VLTextModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **cache_argument(cache))
 
 
-def _init_gates(module: nn.Module) -> None:
-    """Initialise what transformers does not know: closed gates, and the separator."""
-    if isinstance(module, MossVLCrossAttentionDecoderLayer):
-        init.zeros_(module.cross_attn_attn_gate)
-        init.zeros_(module.cross_attn_mlp_gate)
-    elif isinstance(module, MossVLModel):
-        init.zeros_(module.separator_token)
-
-
-class MossVLPreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedModel):
+class MossVLPreTrainedModel(NativeModelMixin, PreTrainedModel):
     config: MossVLConfig
+    published_name = "MOSS-VL"
     base_model_prefix = "model"
     input_modalities = ("image", "video", "text")
     supports_gradient_checkpointing = True
@@ -201,21 +192,11 @@ class MossVLPreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedMode
     # The published models do not take the number of items of the loss, so a trainer averages over micro-batches.
     accepts_loss_kwargs = False
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:
-        """Load the model like `PreTrainedModel.from_pretrained`; every tensor must be there, and no other.
-
-        Raises:
-            DataError: weights are missing, unexpected or of another shape.
-        """
-        with_report = kwargs.pop("output_loading_info", False)
-        loaded = load_clean(super().from_pretrained, pretrained_model_name_or_path, expected="MOSS-VL", **kwargs)
-        return cast(Self, loaded if with_report else loaded[0])
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        _init_gates(module)
+        if isinstance(module, MossVLModel):
+            init.zeros_(module.separator_token)
 
 
 class MossVLModel(MossVLPreTrainedModel):
@@ -230,12 +211,6 @@ class MossVLModel(MossVLPreTrainedModel):
         self.language_model = MossVLTextModel._from_config(config.text)
         self.separator_token = nn.Parameter(torch.zeros(config.vision.out_hidden_size))
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.embed_tokens = value
 
     def encode_frames(self, pixel_values: Tensor, grid_thw: Tensor, media_at_once: int | None = None) -> Tensor:
         """Patches (P, values) and their grids (media, 3) -> features (V, C), with the separator after each frame.
@@ -314,7 +289,8 @@ class MossVLModel(MossVLPreTrainedModel):
         state = _cache_state(cache, past_length, batch, self.config.text.num_hidden_layers)
         given, appends = given_frames(pixel_values, visual_embeds), False
         if given is not None and len(given) and state is not None and state.frames is not None:
-            appends = brings_frames(is_known(state, given), input_ids, self.config.image_token_id)
+            known = fingerprint_of(given) in state.frame_fingerprints
+            appends = brings_frames(known, input_ids, self.config.image_token_id)
             if not appends:
                 given = pixel_values = visual_embeds = None  # those of the cache
         features = self._features(pixel_values, visual_embeds, grid_thw, vision_chunked_length)
@@ -327,8 +303,9 @@ class MossVLModel(MossVLPreTrainedModel):
             if state.frames is not None:
                 visual = MossVLVisual.of_cache(state, past_length, length, batch, tokens.device)
         else:
-            media = media_of_samples(media_nums_per_sample, grid_thw, batch)
-            grids, frames = (None, []) if features is None else frame_grids(cast(Tensor, grid_thw), media, batch)
+            grids, frames = None, list[int]()
+            if features is not None and grid_thw is not None:
+                grids, frames = frame_grids(grid_thw, media_nums_per_sample, batch)
             layout = self.layout(
                 tokens,
                 grids,
@@ -361,20 +338,6 @@ class MossVLModel(MossVLPreTrainedModel):
             attends_to_frames=None if visual is None else visual.has_frames,
             **kwargs,
         )
-
-
-def media_of_samples(media: Sequence[int] | Tensor | None, grid_thw: Tensor | None, batch: int) -> list[int]:
-    """Return the number of media of each sample; without it, a batch of one has them all."""
-    if media is not None:
-        return torch.as_tensor(media).tolist()
-    if grid_thw is None:
-        return []
-    if batch != 1:
-        raise ShapeError(
-            f"media_nums_per_sample is missing for a batch of {batch}; pass the number of images and videos of each "
-            "sample, as the processor returns it"
-        )
-    return [grid_thw.shape[0]]
 
 
 def check_appended(layout: MossVLLayout, input_ids: Tensor | None, image_token_id: int) -> None:
@@ -479,15 +442,6 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
-    def get_decoder(self) -> nn.Module:
-        return self.model.language_model
-
     @can_return_tuple
     @takes_cache
     def forward(
@@ -586,7 +540,7 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
         if cache is not None and cache.get_seq_length() and state is not None and state.frames is not None:
             ids, image = inputs.get("input_ids"), self.config.image_token_id
             if brings := bool(is_first_iteration) and given is not None:
-                brings = brings_frames(is_known(state, given), ids, image)
+                brings = brings_frames(fingerprint_of(given) in state.frame_fingerprints, ids, image)
         if not brings:
             return {name: value for name, value in inputs.items() if name not in (*OF_FRAMES, MASK)}
         # transformers leaves frames out of all passes of an assistant model, also of the first.
@@ -596,8 +550,3 @@ class MossVLForConditionalGeneration(MossVLPreTrainedModel, GenerationMixin):
 def given_frames(pixel_values: Tensor | None, visual_embeds: Tensor | None) -> Tensor | None:
     """Return the patches, or the features in the form (V, 1, C); None if there are none."""
     return pixel_values if visual_embeds is None else visual_embeds.reshape(-1, 1, visual_embeds.shape[-1])
-
-
-def is_known(state: SequenceParallelCacheState, given: Tensor) -> bool:
-    """Return whether these are the frames that came last to a cache."""
-    return fingerprint_of(given) in state.frame_fingerprints

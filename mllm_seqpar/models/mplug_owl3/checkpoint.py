@@ -8,17 +8,15 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers.utils import cached_file
 
 from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.models.hub import local_file
 
 from .configuration import AUTO, MPlugOwl3Config
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _SINGLE, _INDEX = "model{}.safetensors", "model.safetensors.index{}.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _VISUAL = "self_attn.v_kv_proj."
@@ -40,17 +38,14 @@ PROCESSOR_OPTIONS: dict[str | None, dict[str, Any]] = {
 def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: Any) -> set[str]:
     """Return the tensor names of a checkpoint; raise DataError if there are no safetensors of this variant."""
 
-    def find(name: str) -> str | None:
-        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-
     suffix = f".{variant}" if variant else ""
     single_name, index_name = _SINGLE.format(suffix), _INDEX.format(suffix)
-    if (single := find(single_name)) is not None:
+    if (single := local_file(path, single_name, **hub)) is not None:
         with safe_open(single, framework="pt") as file:
             return set(file.keys())
-    if (index := find(index_name)) is not None:
-        return set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
-    if pickled := next((name for name in _PICKLED if find(name) is not None), None):
+    if (index := local_file(path, index_name, **hub)) is not None:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if pickled := next((name for name in _PICKLED if local_file(path, name, **hub) is not None), None):
         raise DataError(
             f"{os.fspath(path)!r} holds {pickled} and no safetensors; only safetensors are loaded; "
             "mllm-seqpar convert writes them"
@@ -58,11 +53,6 @@ def checkpoint_keys(path: str | os.PathLike, variant: str | None = None, **hub: 
     raise DataError(
         f"{os.fspath(path)!r} holds neither {single_name} nor {index_name}; expected a checkpoint in safetensors"
     )
-
-
-def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that locate files on the hub."""
-    return {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
 
 
 def gate_of(keys: set[str]) -> str | None:
@@ -120,8 +110,8 @@ def processor_options(
     """
     options: dict[str, Any] = {}
     for name, allowed in files.items():
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-        stated = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        file = local_file(path, name, **hub)
+        stated = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         options |= {option: stated[option] for option in allowed if option in stated}
     options |= explicit
     lacking = [name for name in PROCESSOR_OPTIONS[None] if name not in options]

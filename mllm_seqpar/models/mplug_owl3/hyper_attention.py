@@ -26,12 +26,12 @@ from transformers.models.qwen2.modeling_qwen2 import (
     apply_rotary_pos_emb,
     eager_attention_forward,
     repeat_kv,
-    rotate_half,
 )
 
 from mllm_seqpar._compat import takes_cache
 from mllm_seqpar.errors import ShapeError
 from mllm_seqpar.models.cache import SequenceParallelCacheState
+from mllm_seqpar.models.causal_lm import rotate
 from mllm_seqpar.runtime.projections import KVProjection
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 
@@ -259,9 +259,7 @@ class HyperAttention(Qwen2Attention):
     def rotate_visual(self, k: Tensor, rotation: Tensor, transposed: bool = False) -> Tensor:
         """Rotate keys (F, T, G, D) of frames by `rotation` (F, 2, D), or apply the transpose of this linear map."""
         wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        cos, sin = rotation[:, :, None, None].unbind(1)
-        turned = -rotate_half(wide * sin) if transposed else rotate_half(wide) * sin
-        return (wide * cos + turned).to(k.dtype)
+        return rotate(wide, rotation[:, :, None, None].unbind(1), transposed).to(k.dtype)
 
     def mix(self, text_out: Tensor, visual_out: Tensor, has_frames: Tensor) -> Tensor:
         """Return text_out (1 - w) + visual_out w, (B, L, C), where the gate gives the weight w.

@@ -22,14 +22,11 @@ from mllm_seqpar._compat import cache_argument, cache_name, drops_cache, takes_c
 from mllm_seqpar.digests import fingerprint_of
 from mllm_seqpar.errors import ConfigError, ShapeError, require_shape
 from mllm_seqpar.models.adapters import refuse_arguments_of_samples
-from mllm_seqpar.models.auto_classes import LocalCode
 from mllm_seqpar.models.cache import SequenceParallelCacheState, attach, cache_state_of
-from mllm_seqpar.models.causal_lm import causal_lm_output, prompt_cache
-from mllm_seqpar.models.loading import NonReentrantCheckpointing, load_clean, refuse_ignored_sizes
+from mllm_seqpar.models.causal_lm import NativeModelMixin, causal_lm_output, prompt_cache
 from mllm_seqpar.runtime.visual_kv_cache import VisualKVCache
 from mllm_seqpar.sharding import FrameSizes
 
-from .checkpoint import checkpoint_keys, complete_config, hub_options
 from .configuration import AUTO, GATES, MPlugOwl3Config
 from .generation import MPlugOwl3GenerationMixin
 from .hyper_attention import HyperAttention, HyperDecoderLayer, VisualInputs
@@ -45,7 +42,7 @@ class MPlugOwl3VisionModel(SiglipVisionModel):
         """Frames (F, 3, H, W) -> `hidden_states[-2]` (F, T, width), without computing the last layer."""
         config = self.config
         grid = config.image_size // config.patch_size
-        if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
+        if pixel_values.dim() != 4 or any([side // config.patch_size != grid for side in pixel_values.shape[2:]]):
             raise ShapeError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; expected "
                 f"(frames, {config.num_channels}, {config.image_size}, {config.image_size})"
@@ -92,7 +89,7 @@ class HyperQwen2ForCausalLM(Qwen2ForCausalLM):
         self.post_init()
 
 
-class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedModel):
+class MPlugOwl3PreTrainedModel(NativeModelMixin, PreTrainedModel):
     config: MPlugOwl3Config
     base_model_prefix = ""
     input_modalities = ("image", "video", "text")
@@ -121,6 +118,11 @@ class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedM
             DataError: there are no safetensors, or weights are missing, unexpected or of another shape.
             ConfigError: config and weights disagree, or an option is not supported.
         """
+        from mllm_seqpar.models.hub import hub_options
+        from mllm_seqpar.models.loading import refuse_ignored_sizes  # a new model needs neither of these
+
+        from .checkpoint import checkpoint_keys, complete_config
+
         if kwargs.get("use_safetensors") is False:
             raise ConfigError("use_safetensors is False; only safetensors are loaded: leave it out")
         refuse_ignored_sizes(kwargs)  # before the names of the weights are read, which may download them
@@ -139,14 +141,9 @@ class MPlugOwl3PreTrainedModel(LocalCode, NonReentrantCheckpointing, PreTrainedM
         else:
             raise ConfigError("pass a directory or hub name, or a state_dict together with config")
         complete_config(complete, keys)
-        with_report = kwargs.pop("output_loading_info", False)
-        loaded = load_clean(
-            super().from_pretrained,
-            pretrained_model_name_or_path,
-            expected=f"mPLUG-Owl3 with gate={complete.gate!r} and projector_layers={complete.projector_layers}",
-            **kwargs | {"config": complete, "use_safetensors": True},
-        )
-        return cast(Self, loaded if with_report else loaded[0])
+        name = f"mPLUG-Owl3 with gate={complete.gate!r} and projector_layers={complete.projector_layers}"
+        options = kwargs | {"config": complete, "use_safetensors": True}
+        return super().from_pretrained(pretrained_model_name_or_path, expected=name, **options)
 
 
 class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3GenerationMixin):
@@ -170,12 +167,6 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
         more = [] if config.projector_layers == 1 else [nn.GELU(), nn.Linear(width, width)]
         self.vision2text_model: nn.Module = nn.Sequential(first, *more) if more else first
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.lm_head

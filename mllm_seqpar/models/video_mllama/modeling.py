@@ -16,9 +16,8 @@ Shape legend: B samples, L text tokens, F frames of a sample, T tokens of a fram
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,12 @@ from transformers.models.mllama.modeling_mllama import (
     MllamaTextModel,
     MllamaVisionModel,
     eager_attention_forward,
-    rotate_half,
 )
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_argument, cache_name, takes_cache
 from mllm_seqpar.errors import IMAGE_DIMS, ShapeError, require_shape
-from mllm_seqpar.models.auto_classes import LocalCode
-from mllm_seqpar.models.loading import load_clean
+from mllm_seqpar.models.causal_lm import NativeModelMixin, rotate
 from mllm_seqpar.runtime.loss import IGNORE, mean_over_targets, shifted, summed_cross_entropy
 
 from .configuration import VideoMllamaConfig
@@ -60,14 +57,12 @@ Rotation = tuple[Tensor, Tensor]
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate heads (B, H, tokens, D)."""
-    cos, sin = (part[:, None] for part in rotation)
-    return x * cos + rotate_half(x) * sin
+    return rotate(x, (part[:, None] for part in rotation))
 
 
 def rotated_keys(k: Tensor, rotation: Tensor, transposed: bool = False) -> Tensor:
     """Rotate the keys (F, T, G, D) of frames by `rotation` (F, 2, D), or apply the transpose of this linear map."""
-    cos, sin = rotation.to(k.dtype)[:, :, None, None].unbind(1)
-    return k * cos + (-rotate_half(k * sin) if transposed else rotate_half(k) * sin)
+    return rotate(k, rotation.to(k.dtype)[:, :, None, None].unbind(1), transposed)
 
 
 class VideoMllamaTextCrossAttention(MllamaTextCrossAttention):
@@ -275,7 +270,7 @@ def check_frame_positions(positions: Tensor, batch: int, frames: int) -> None:
         )
 
 
-class VideoMllamaForConditionalGeneration(LocalCode, MllamaForConditionalGeneration):
+class VideoMllamaForConditionalGeneration(NativeModelMixin, MllamaForConditionalGeneration):
     """MOSS-Video-Preview. `from_pretrained` requires exactly the weights of the model, by their published names."""
 
     config: VideoMllamaConfig
@@ -287,18 +282,9 @@ class VideoMllamaForConditionalGeneration(LocalCode, MllamaForConditionalGenerat
         self.post_init()
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | os.PathLike[str], *args: Any, output_loading_info: bool = False, **kwargs: Any
-    ) -> Any:
-        """Load a model as transformers does.
-
-        Raises:
-            DataError: the weights are not exactly those of the model.
-            ConfigError: `ignore_mismatched_sizes` is True.
-        """
-        kwargs["key_mapping"] = _PUBLISHED_NAMES | (kwargs.get("key_mapping") or {})
-        loaded = load_clean(super().from_pretrained, path, **kwargs)
-        return loaded if output_loading_info else loaded[0]
+    def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Self:
+        """Load a model; see `NativeModelMixin.from_pretrained`."""
+        return super().from_pretrained(*args, key_mapping=_PUBLISHED_NAMES | (key_mapping or {}), **kwargs)
 
     @can_return_tuple
     def forward(

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.utils import cached_file
 
 from mllm_seqpar.errors import DataError
+from mllm_seqpar.models.hub import local_file
 
 Size = tuple[int, int]
 """(height, width)."""
@@ -65,10 +64,10 @@ class PixelOptions:
         Raises:
             DataError: there is no such file.
         """
-        local = cached_file(path, file, _raise_exceptions_for_missing_entries=False, **hub)
+        local = local_file(path, file, **hub)
         if local is None:
             raise DataError(f"{os.fspath(path)!r} has no {file}; copy the processor files of MOSS-VL into it")
-        return cls.of(json.loads(Path(local).read_text(encoding="utf-8")))
+        return cls.of(json.loads(local.read_text(encoding="utf-8")))
 
     def with_options(self, given: Mapping[str, Any]) -> Self:
         """Return the options with other values; `min_pixels` and `max_pixels` are the limits of `size`."""

@@ -6,43 +6,46 @@ video becomes a placeholder for each frame, after the frame's time, between the 
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
-from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.errors import DataError, require_one_of
+from mllm_seqpar.models.hub import hub_options
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import TENSORS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video
-from mllm_seqpar.processors.mplug_owl3.chat import Piece
-from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
+from mllm_seqpar.processors.base import (
+    TENSORS,
+    TEXT_ARGUMENTS,
+    NativeProcessor,
+    flattened,
+    frame_list,
+    is_video,
+    texts_of,
+    to_tensor,
+)
+from mllm_seqpar.processors.mplug_owl3.chat import IM_END, IMAGE, MEDIA, VIDEO, Piece, expand_media
 from mllm_seqpar.videos.media_files import local_media
 from mllm_seqpar.videos.video import scan
 
 from .image_processing import MossVLImageProcessor
 from .media import FPS_OF_FRAMES, ImagePixelOptions, Size, VideoPixelOptions, resized_patches
 
-IMAGE, VIDEO, PLACEHOLDER = "<|image|>", "<|video|>", "<|image_pad|>"
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+PLACEHOLDER = "<|image_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 TIME_START, TIME_END = "<|time_start|>", "<|time_end|>"
 RESERVED = (PLACEHOLDER, "<|video_pad|>")
 VIDEO_FILE = "video_preprocessor_config.json"
 BLANK_SIDE = 128
 """Height and width of the image that a text without media gets, to which no token attends."""
-
-_MEDIA = re.compile(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}")
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -61,33 +64,6 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 """The format of the published models without tools: ChatML, without a system message of its own."""
-
-
-class MossVLImagesKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg]
-    min_pixels: int
-    max_pixels: int
-    multi_image_max_pixels: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-
-
-class MossVLVideosKwargs(VideosKwargs, total=False):  # type: ignore[call-arg]
-    min_pixels: int
-    max_pixels: int
-    video_max_pixels: int
-    video_fps: float
-    min_frames: int
-    max_frames: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    num_extract_threads: int
-
-
-class MossVLProcessorKwargs(ProcessingKwargs, total=False):  # type: ignore[call-arg]
-    images_kwargs: MossVLImagesKwargs
-    videos_kwargs: MossVLVideosKwargs
 
 
 _OF_PIXELS = {"size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"}
@@ -151,7 +127,6 @@ class MossVLProcessor(NativeProcessor):
     """
 
     model_type = MossVLConfig.model_type
-    valid_processor_kwargs = MossVLProcessorKwargs
     supported_arguments = SUPPORTED
     text_kwargs = {"padding": False}
     image_token = PLACEHOLDER
@@ -190,7 +165,7 @@ class MossVLProcessor(NativeProcessor):
         names = ("tokenizer", "image_processor", "videos", "chat_template")
         parts = {name: kwargs.pop(name, None) for name in names}
         kwargs.pop("trust_remote_code", None)
-        hub = {name: kwargs[name] for name in ("cache_dir", "revision", "token", "local_files_only") if name in kwargs}
+        hub = hub_options(kwargs)
         tokenizer = parts["tokenizer"] or AutoTokenizer.from_pretrained(path, **kwargs)
         images = parts["image_processor"] or MossVLImageProcessor(
             **asdict(ImagePixelOptions.from_file(path, IMAGE_PROCESSOR_NAME, **hub))
@@ -250,14 +225,14 @@ class MossVLProcessor(NativeProcessor):
             DataError: the numbers of marks and media differ, a medium has a size that is not supported, truncation cuts
                 a placeholder off, or an argument is unknown or not supported.
         """
-        texts = [text] if isinstance(text, str) else list(text or ())
-        if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
-            raise DataError(f"text is {text!r:.80}; pass a text, or a list of texts")
+        texts = texts_of(text)
+        if not all(map(str.strip, texts)):
+            raise DataError(f"text is {text!r:.80}; pass a text, or a list of texts, none of them blank")
         for number, each in enumerate(texts):
             if tokens := [token for token in RESERVED if token in each]:
                 raise DataError(f"text {number} contains {tokens[0]}; write {IMAGE} or {VIDEO} where a medium is shown")
         options = self._arguments(kwargs)
-        marks = [_MEDIA.findall(each) for each in texts]
+        marks = [MEDIA.findall(each) for each in texts]
         media = self._media(marks, images, videos, options["images_kwargs"], options["videos_kwargs"])
         spans = _spans_by_text(labels_spans, len(texts))
         expanded = [
@@ -305,11 +280,8 @@ class MossVLProcessor(NativeProcessor):
         )
         data["pixel_values"] = torch.cat([medium.patches for medium in every])
         data["grid_thw"] = torch.tensor([medium.grid for medium in every])
-        if tensors == "pt":
-            data = {name: torch.as_tensor(value) for name, value in data.items()}
-        elif tensors == "np":
-            data = {name: np.asarray(value) for name, value in data.items()}
-        return BatchFeature({**data, "media_nums_per_sample": [len(sample) for sample in shown]})
+        data["media_nums_per_sample"] = [len(sample) for sample in shown]
+        return BatchFeature(data, tensor_type=tensors, skip_tensor_conversion=["media_nums_per_sample"])
 
     def _labels(self, ids: list[int], offsets: Any, spans: Sequence[tuple[int, int]], ignored: int) -> list[int]:
         labels = [ignored] * len(ids)
@@ -361,19 +333,14 @@ class MossVLProcessor(NativeProcessor):
         text: str, replacements: Sequence[str], spans: Sequence[tuple[int, int]] = ()
     ) -> tuple[Piece, list[tuple[int, int]]]:
         """Return the text with its marks replaced in order, and character ranges of it in the new text."""
-        parts, replaced, length, last = [], [], 0, 0
-        for mark, new in zip(_MEDIA.finditer(text), replacements, strict=True):
-            begin = length + mark.start() - last
-            parts += [text[last : mark.start()], new]
-            length, last = begin + len(new), mark.end()
-            replaced.append((begin, length, *mark.span()))
+        texts = iter(replacements)
+        (piece,) = expand_media([Piece(text)], {IMAGE: texts, VIDEO: texts})
 
         def moved(place: int) -> int:
-            return place + sum(stop - begin - end + start for begin, stop, start, end in replaced if start < place)
+            longer = (stop - begin - end + start for begin, stop, start, end in piece.replaced if start < place)
+            return place + sum(longer)
 
-        return Piece("".join([*parts, text[last:]]), replaced=tuple(replaced)), [
-            (moved(start), moved(stop)) for start, stop in spans
-        ]
+        return piece, [(moved(start), moved(stop)) for start, stop in spans]
 
 
 def hidden_frames(ids: Sequence[Sequence[int]], mask: Any, placeholder: int, frames: Sequence[int]) -> Tensor:
@@ -411,7 +378,11 @@ def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> l
     videos = [videos] if _is_file(videos) or getattr(videos, "ndim", 0) == 4 else list(videos)
     if videos and all(isinstance(x, (list, tuple)) and x and is_video(x[0]) for x in videos):
         videos = [video for sample in videos for video in sample]
-    files = {number: _probed(video) for number, video in enumerate(videos) if _is_file(video)}
+    files = {
+        number: scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
+        for number, video in enumerate(videos)
+        if _is_file(video)
+    }
     most = dict(zip(files, options.frames_of_videos([info.duration for info in files.values()] or [0]), strict=False))
     clips: list[TimedFrames] = []
     for number, video in enumerate(videos):
@@ -425,11 +396,6 @@ def clips_of(videos: Any, options: VideoPixelOptions, metadata: Any = None) -> l
 
 def _is_file(video: Any) -> bool:
     return isinstance(video, (str, os.PathLike, Mapping))
-
-
-def _probed(video: Any) -> Any:
-    """Return the metadata of a file with the times of all frames."""
-    return scan(local_media(video["video_path"] if isinstance(video, Mapping) else video))
 
 
 def _clips_of_file(info: Any, segments: Any, options: VideoPixelOptions, most: int) -> list[TimedFrames]:

@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 A part is {"type": "text", "text": ...}, {"type": "image", ...} or {"type": "video", ...}. A text may contain the
 placeholders `<|image|>` and `<|video|>`."""
 
-_MEDIA = re.compile(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}")
+MEDIA = re.compile(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}")
 _ANSWER = f"\n{IM_START}assistant\n"
 
 _TEMPLATE = """\
@@ -94,7 +94,7 @@ class Piece:
 def check_conversation(messages: Sequence[Message]) -> None:
     """Raise DataError unless `Chat.parse` accepts the messages, and only the user's texts have placeholders."""
     for number, turn in enumerate(Chat.parse(messages).turns):
-        if turn.role != "user" and _MEDIA.search(turn.text):
+        if turn.role != "user" and MEDIA.search(turn.text):
             fault = "has the placeholder of an image or video in its text; only a user message shows media"
             raise MessageError(fault, [number], turn.role)
 
@@ -118,7 +118,7 @@ def text_pieces(text: str, answers: Iterable[tuple[int, int]] = ()) -> list[Piec
 
 def placeholders(samples: Iterable[Iterable[Piece]]) -> list[str]:
     """Return `IMAGE` or `VIDEO` for each media placeholder of the samples, in order."""
-    return [kind for pieces in samples for piece in pieces for kind in _MEDIA.findall(piece.text)]
+    return [kind for pieces in samples for piece in pieces for kind in MEDIA.findall(piece.text)]
 
 
 def video_text(frames: int, *, span: bool) -> str:
@@ -148,7 +148,7 @@ def expand_media(pieces: Iterable[Piece], texts: Mapping[str, Iterator[str]]) ->
     expanded = []
     for piece in pieces:
         parts, length, last, replaced = [], 0, 0, []
-        for mark in _MEDIA.finditer(piece.text):
+        for mark in MEDIA.finditer(piece.text):
             kept, text = piece.text[last : mark.start()], next(texts[mark[0]])
             begin = length + len(kept)
             replaced.append((begin, begin + len(text), piece.start + mark.start(), piece.start + mark.end()))

@@ -12,18 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.feature_extraction_utils import BatchFeature
-from transformers.processing_utils import ProcessingKwargs, VideosKwargs
+from transformers.processing_utils import VideosKwargs
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.errors import DataError, require_one_of
-from mllm_seqpar.models.mplug_owl3.checkpoint import hub_options, processor_options
+from mllm_seqpar.models.hub import hub_options
+from mllm_seqpar.models.mplug_owl3.checkpoint import processor_options
 from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
-from mllm_seqpar.processors.base import PARTS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video, returned
+from mllm_seqpar.processors.base import (
+    PARTS,
+    TEXT_ARGUMENTS,
+    NativeProcessor,
+    flattened,
+    frame_list,
+    is_video,
+    returned,
+    texts_of,
+)
 
 from . import chat
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
-from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list
+from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")
@@ -38,14 +48,6 @@ SUPPORTED = {
     "videos_kwargs": _OF_VIDEOS | (set(_IMAGE_OPTIONS) & set(VideosKwargs.__annotations__) - {"input_data_format"}),
 }
 """The arguments that a call takes, by modality; the format has no special tokens that a tokenizer adds."""
-
-
-class MPlugOwl3ImagesKwargs(ImageOptions, total=False):  # type: ignore[call-arg]
-    cut_enable: bool
-
-
-class MPlugOwl3ProcessorKwargs(ProcessingKwargs, total=False):  # type: ignore[call-arg]
-    images_kwargs: MPlugOwl3ImagesKwargs
 
 
 class MPlugOwl3Processor(NativeProcessor):
@@ -74,7 +76,6 @@ class MPlugOwl3Processor(NativeProcessor):
 
     model_type = MPlugOwl3Config.model_type
     saved_options = _OPTIONS
-    valid_processor_kwargs = MPlugOwl3ProcessorKwargs
     supported_arguments = SUPPORTED
     image_token, video_token = IMAGE, VIDEO
 
@@ -159,12 +160,7 @@ class MPlugOwl3Processor(NativeProcessor):
         Raises:
             DataError: the numbers of placeholders and media differ, or an argument is unknown or not supported.
         """
-        if text is None:
-            raise DataError("text is None; pass text with a placeholder for each image and video")
-        texts = [text] if isinstance(text, str) else list(text)
-        if not all(isinstance(sample, str) for sample in texts):
-            raise DataError(f"text is {texts!r:.80}; expected a text, or a list of texts")
-        arguments = self._arguments(kwargs)
+        texts, arguments = texts_of(text), self._arguments(kwargs)
         return self._call([chat.text_pieces(sample) for sample in texts], images, videos, arguments)
 
     def encode(

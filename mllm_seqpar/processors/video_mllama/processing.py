@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +14,10 @@ from transformers import MllamaProcessor
 from transformers.feature_extraction_utils import BatchFeature
 
 from mllm_seqpar.chats.clip import VideoSource
-from mllm_seqpar.errors import DataError
+from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.auto_classes import LocalCode
-from mllm_seqpar.processors.base import flattened
+from mllm_seqpar.processors.base import flattened, texts_of
+from mllm_seqpar.videos.media_files import local_media
 from mllm_seqpar.videos.video import probe, scan
 
 VIDEO = "<|video|>"
@@ -62,18 +65,15 @@ class VideoMllamaProcessor(LocalCode, MllamaProcessor):
         Raises:
             DataError: the numbers of marks and media differ.
         """
-        if text is None or return_tensors != "pt":
-            raise DataError(
-                f'text is {text!r:.80} and return_tensors is {return_tensors!r}; pass a text, and return_tensors="pt"'
-            )
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = texts_of(text)
+        require_one_of("return_tensors", return_tensors, ["pt"], kind=DataError)
         choice = {"fps": video_fps, "least": video_minlen, "most": video_maxlen}
         stills = iter(_listed(images, texts, self.image_token))
         clips = iter([_frames(video, **choice) for video in _listed(videos, texts, VIDEO)])
         samples, expanded = list[list[Any]](), []
         for sample in texts:
             frames, parts = list[Any](), []
-            for part in _split(sample, self.image_token):
+            for part in re.split(f"({re.escape(self.image_token)}|{re.escape(VIDEO)})", sample):
                 shown = [next(stills)] if part == self.image_token else next(clips) if part == VIDEO else []
                 frames += shown
                 parts.append(self.image_token * len(shown) if part in (self.image_token, VIDEO) else part)
@@ -153,9 +153,9 @@ def frame_numbers(frames: int, rate: float, *, fps: float = 1.0, least: int = 8,
 
 def _frames(video: Any, **choice: Any) -> list[Any]:
     """Return the frames of a video: those that were passed, or those of a file that `frame_numbers` chooses."""
-    if not isinstance(video, str):
+    if not isinstance(video, (str, os.PathLike)):
         return list(video)
-    info = probe(video)
+    info = probe(local_media(video))
     ticks = info.ticks if info.ticks is not None else scan(info.path).ticks
     if not ticks:
         raise DataError(f"{video}: no frame can be found in it")
@@ -174,13 +174,3 @@ def _listed(media: Any, texts: Sequence[str], mark: str) -> list[Any]:
     if mark == VIDEO:  # a video may be a list of frames
         nested = nested and [len(item) for item in listed] == counts and len(listed) == len(texts) > 1
     return flattened(listed, counts, mark, "media", nested)
-
-
-def _split(sample: str, image: str) -> list[str]:
-    """Split a text at its marks, which are parts of their own."""
-    parts = []
-    for index, piece in enumerate(sample.split(image)):
-        parts += [image] * bool(index)
-        for number, rest in enumerate(piece.split(VIDEO)):
-            parts += [VIDEO] * bool(number) + [rest]
-    return parts

@@ -318,7 +318,27 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         ),
         ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
         ({"text": "no image"}, "which is not a known format"),
+        *(
+            (record | {key: value}, f"names a video or image by '{key}' .*, which would be ignored; give its path by")
+            for record in ({"question": "x", "answer": "y"}, llava("x", "y"), {"messages": [asks("x"), says("y")]})
+            for key, value in (
+                ("video_name", "v_1"),  # ActivityNet-QA
+                ("video_idx", "b1"),  # EgoSchema
+                ("original_video_filename", "a.mp4"),  # FineVideo
+                ("yt_clip_link", "https://youtu.be/a"),  # CinePile
+            )
+        ),
+        ({"question": "x", "answer": "y", "video_id": 6513}, "names a video or image by 'video_id' .6513., which"),
+        ({"messages": [asks("x"), says("y")], "video_path": "a.mp4"}, "names a video or image by 'video_path'"),
+        *(
+            (
+                {"question": "x", "answer": "1", "video": "a.mp4", key: "red"},
+                f"has the key '{key}' .'red'., which would",
+            )
+            for key in ("option", "option 0", "option0", "a0", "A")
+        ),
         ({"question": "x", "image": "1.png"}, "question and answer are 'x' and ''; expected two texts"),
+        ({"question": "x", "image": "1.png", "answer": 0}, "question and answer are 'x' and 0; expected two texts"),
         (VIDEO_MME | {"answer": None}, "the question has no answer; expected one of answer, correct_choice"),
         (VIDEO_MME | {"answer": "E"}, "answer is 'E', which is none of the options"),
         (VIDEO_MME | {"answer": 4}, "answer is 4, of 4 options"),

@@ -424,7 +424,17 @@ CSV, RECURSION = b"question,answer\n", "not JSON .maximum recursion depth exceed
             b'{"question": "?", "answer": "x", "image": "%s"}' % (b"iVBO" * 1000),
             "a.jsonl:1: .*: no such file",
         ),
+        (
+            "a.jsonl",
+            b'{"question": "?", "answer": "x", "video": "."}',
+            "a.jsonl:1: .*: is a directory, not a file; list",
+        ),
         ("a.jsonl", b"{\n", "a.jsonl:1: not JSON"),
+        (
+            "a.json",
+            b'{\n"data": []\n}',
+            r"a.json: is one object over several lines \(keys: 'data'\); expected one list",
+        ),
         ("a.jsonl", b"\n3\n", 'a.jsonl:2: is 3; needs "messages"'),
         ("a.jsonl", b"\n", "a.jsonl: contains no conversation"),
         ("a.json", b'[{"a": 1}\n{"b": 2}]', r"a.json: not JSON \(Expecting ',' delimiter: line 2"),

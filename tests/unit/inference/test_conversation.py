@@ -275,9 +275,9 @@ def test_encoding_that_is_interrupted_ends_after_its_batch_on_all_ranks(gated: C
 
 def test_arguments_of_features_that_are_replaced_are_released(gated: Case) -> None:
     def body(conversation: Conversation) -> tuple[int, int]:
-        conversation.encode()
+        prompt = conversation.prompt([user("What is it?", "video")])
+        conversation.answer(prompt, Sampling(max_new_tokens=1))
         assert conversation.encoded is not None
-        conversation._features_of(conversation.encoded)
         used = len(conversation._passed)
         conversation.encoded = replace(conversation.encoded)
         return used, len(conversation._passed)

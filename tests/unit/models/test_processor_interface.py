@@ -1,5 +1,6 @@
 """Layer: one process. The native processors have the interface of transformers' processors."""
 
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,11 @@ class TestTokens:
             processor(text=texts, images_kwargs={"colour": 1})
         with pytest.raises(DataError, match="does not support the arguments return_mm_token_type_ids"):
             processor(text=texts, return_mm_token_type_ids=True)
+
+    @pytest.mark.parametrize("text", [None, [], [3]], ids=repr)
+    def test_calls_without_texts_are_refused(self, processor: Any, text: Any) -> None:
+        with pytest.raises(DataError, match=re.escape(f"text is {text}; pass a text")):
+            processor(text=text)
 
     def test_truncation_cuts_no_images(self, family: str, processor: Any) -> None:
         text = TEXTS[family][0]

@@ -121,6 +121,14 @@ def test_weights_are_loaded_strictly_and_saved_again(tmp_path: Path) -> None:
             load(str(tmp_path))
 
 
+def test_options_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="use_reentrant is True; layers share the visual features"):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ConfigError, match="ignore_mismatched_sizes is True"):
+        type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
 def test_auto_classes_load_a_saved_directory(tmp_path: Path) -> None:
     tiny_model(pool_mode="max").save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).pool_mode == "max"

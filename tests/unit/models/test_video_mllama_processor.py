@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from family_directories import make_mllama
+from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.processors.video_mllama.processing import frame_numbers
@@ -51,6 +52,29 @@ def test_wrong_numbers_of_media_are_refused(processor: Any) -> None:
     for media in ({"images": frames(2)}, {"videos": [frames(2)]}, {}):
         with pytest.raises(DataError, match="pass one for each"):
             processor(text=f"{BEGIN}<|image|>", **media)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"text": None}, "text is None; pass a text"),
+        ({"text": []}, r"text is \[\]; pass a text"),
+        ({"text": [3]}, r"text is \[3\]; pass a text"),
+        ({"text": "a", "return_tensors": "np"}, "return_tensors is 'np'; expected one of 'pt'"),
+    ],
+)
+def test_calls_without_texts_or_for_other_tensors_are_refused(
+    processor: Any, call: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        processor(**call)
+
+
+def test_a_file_may_be_a_path_or_a_url(processor: Any, tmp_path: Path) -> None:
+    path = Path(make_needle_videos(tmp_path, 1, frames=(20, 20), rate=10)[0].path)
+    expected = processor(text="<|video|>", videos=str(path))["pixel_values"]
+    for video in (path, path.as_uri()):
+        assert torch.equal(processor(text="<|video|>", videos=video)["pixel_values"], expected)
 
 
 @pytest.mark.parametrize(

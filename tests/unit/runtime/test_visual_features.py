@@ -218,3 +218,24 @@ def test_saved_bytes_do_not_grow_with_the_video() -> None:
     assert [saved_per_layer(frames, recompute=True) for frames in (8, 16, 64)] == [expected] * 3
     few, many = (saved_per_layer(frames, recompute=False) for frames in (8, 16))
     assert many - few >= 8 * TOKENS * 2 * GROUPS * DIM * 4, "K and V at least"
+
+
+@pytest.mark.parametrize(("frozen", "features_need_grad"), [(True, False), (False, False), (True, True)])
+def test_frozen_projection_is_computed_in_chunks_in_grad_mode(
+    frozen: bool, features_need_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
+    module, chunks = Projector().requires_grad_(not frozen), list[int]()
+
+    def project(features: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        chunks.append(features.shape[0])
+        return module(features, index)
+
+    features = torch.randn(7, TOKENS, WIDTH).requires_grad_(features_need_grad)
+    shared = VisualFeatures(features, torch.arange(7), 7)
+    k, v = shared.keys_values(FunctionProjection(project, [module]), torch.float32)
+    trains = not frozen or features_need_grad
+    assert chunks == ([7] if trains else [2, 2, 2, 1])
+    assert (k.requires_grad, v.requires_grad) == (trains, trains)
+    for x, expected in zip((k, v), module(features, shared.index), strict=True):
+        assert relative_error(x.detach(), expected.detach().double()) <= EXACT[torch.float32]

@@ -57,12 +57,12 @@ def job(*media: Clip, question: str = "What is it?", sampling: Sampling = FEW) -
     return Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
 
 
-def answer(engine: Engine, asked: Job, **options: Any) -> Answer:
-    (found,) = engine.answers([asked], encode=lambda conversation: conversation.encode(*options.values()))
-    if isinstance(found, JobError):
-        raise found.cause
-    assert isinstance(found, Answer)
-    return found
+def answer(engine: Engine, asked: Job, progress: Any = None, interrupted: Any = None) -> Answer:
+    try:
+        conversation, prompt = engine.begin(asked, progress, interrupted)
+        return engine.computed(lambda: conversation.answer(prompt, asked.sampling, evidence=asked.evidence))
+    except JobError as error:
+        error.raise_cause()
 
 
 def run(worker: Worker, asked: Job, **options: Any) -> Answer:
