@@ -24,13 +24,14 @@ from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Engine
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.inference.job import Job, JobError, Outcome
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.jobs import Worker
+from model_copies import load_model
 from selections import slow_unless
 
-pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
+pytestmark = pytest.mark.usefixtures("load_models_once")
 CPU = torch.device("cpu")
 FEW = Sampling(max_new_tokens=5)
 
