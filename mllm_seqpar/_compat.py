@@ -245,11 +245,17 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def active_ddp() -> Any:
-    """Return the DistributedDataParallel whose forward runs, or None; a model does not refer to the DDP around it."""
+def reducing_ddp() -> Any:
+    """Return the DistributedDataParallel whose forward runs, if it reduces the gradients of this pass; else None.
+
+    A model does not refer to the DDP around it. Within `ddp.join()` (`_join_config.enable`) other ranks may have run
+    out of batches, and answer to no more than DDP.
+    """
+    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel._get_active_ddp_module()
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    return ddp if ddp is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync else None
 
 
 def dropout_class() -> Any:

@@ -266,6 +266,7 @@ def balanced_spans(
         held: the units that each rank holds already, which count for the balance; None: no rank holds any.
     """
     held = [0] * size if held is None else held
+    some_held = any(held)
 
     def taken(first: int, last: int, goal: int, limit: int) -> tuple[int, int]:
         """Return what is left of the frames first to last when a rank has taken about `goal` units, at most `limit`."""
@@ -280,8 +281,10 @@ def balanced_spans(
         return front, back
 
     def fits(first: int, last: int, ranks: int, limit: int) -> bool:
-        for own in held[size - ranks :]:
-            first, last = taken(first, last, max(0, limit - own), max(0, limit - own))
+        for rank in range(size - ranks, size):
+            if first == last:
+                break
+            first, last = taken(first, last, max(0, limit - held[rank]), max(0, limit - held[rank]))
         return first == last
 
     largest = max([b - a for a, b in itertools.pairwise(offsets)], default=0)
@@ -289,12 +292,15 @@ def balanced_spans(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(0, len(offsets) - 1, size, middle) else (middle + 1, high)
-    by_rank, first, last = [], 0, len(offsets) - 1
+    by_rank, first, last = list[Spans](), 0, len(offsets) - 1
     for ranks in range(size, 0, -1):
+        if first == last:  # a plan may have many more ranks than frames
+            return (*by_rank, *[()] * ranks)
         own, room = held[size - ranks], max(0, low - held[size - ranks])
-        # What a rank has, rounded up, if the units that are left are added where the fewest are held.
-        fewest = itertools.accumulate(sorted(held[size - ranks :]), initial=offsets[last] - offsets[first])
-        level = min([-(-total // count) for count, total in enumerate(fewest) if count])
+        level = -(-(offsets[last] - offsets[first]) // ranks)
+        if some_held:  # what a rank has, rounded up, if the units that are left are added where the fewest are held
+            fewest = itertools.accumulate(sorted(held[size - ranks :]), initial=offsets[last] - offsets[first])
+            level = min([-(-total // count) for count, total in enumerate(fewest) if count])
         after = taken(first, last, min(room, max(0, level - own)), room)
         if not fits(*after, ranks - 1, low):
             after = taken(first, last, room, room)

@@ -165,7 +165,7 @@ class MPlugOwl3Family(LayoutFamily):
     def visual_attention(self) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
         """Return the attention of hyper layers, to text and frames."""
         layers = self.decoder.layers
-        return ((layers[number - 1].self_attn, _hyper_attention) for number in self.model.config.hyper_layers)
+        return [(layers[number - 1].self_attn, _hyper_attention) for number in self.model.config.hyper_layers]
 
     @property
     def called_modules(self) -> Iterable[nn.Module]:
@@ -198,7 +198,8 @@ class MPlugOwl3Family(LayoutFamily):
         state = inputs.cache_state
         layout = inputs.layout if state is None else state.frame_facts
         assert layout is not None
-        first, stop = (x[inputs.prompt_rows] for x in layout.rows(inputs.past_length, inputs.length))
+        rows = inputs.prompt_rows
+        first, stop = [x[rows] for x in layout.rows(inputs.past_length, inputs.length)]
         return FrameMask.from_intervals(first, stop, tokens, units)
 
     def check_inputs(self, inputs: ForwardInputs) -> None:

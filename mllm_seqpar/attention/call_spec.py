@@ -230,18 +230,16 @@ def call_spec_for(
     problem: Problem,
     accumulate_dtype: torch.dtype,
     overlap: bool = True,
-    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None,
 ) -> CallSpec:
     """Return the call spec of a strategy, which `parallel_spec` resolves.
 
-    `problem` is that of `problem_of`; it also says in how many bytes results are sent. `overlap_ratios` are those of
-    forward and backward; None: by the bytes of the transfers.
+    `problem` is that of `problem_of`; it also says in how many bytes results are sent.
     """
-    shape = spec.mesh_shape
-    if overlap_ratios is None and 1 not in shape:
+    shape, ratios = spec.mesh_shape, spec.overlap_ratios
+    if ratios is None and 1 not in shape:
         forward, backward = (overlap_ratios_by_bytes(problem, backward=b) for b in (False, True))
-        overlap_ratios = forward, backward
-    ratios = overlap_ratios or (OverlapRatios(), OverlapRatios())
+        ratios = forward, backward
+    ratios = ratios or (OverlapRatios(), OverlapRatios())
     rounded = problem.direct_element is not None and problem.direct_element < accumulate_dtype.itemsize
     degree, all_pairs = spec.head_degree, spec.all_pairs
     return CallSpec(shape, masks, problem.keys, accumulate_dtype, overlap, degree, ratios, rounded, all_pairs)

@@ -9,6 +9,7 @@ files, and an example of a collator may hold images. All else is the same. Other
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import Repr
@@ -20,6 +21,7 @@ from mllm_seqpar.videos.frame_choice import FRAME_FIELDS, FrameChoice
 from .clip import Clip
 
 ROLES = ("system", "user", "assistant")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 _SHORT = Repr()
@@ -218,6 +220,8 @@ def _part(part: Any, role: str, allowed: Allowed, place: list[int]) -> str | Cli
     if kind == "text":
         if marks := [mark for mark in allowed.marks if mark in given["text"]]:
             raise fault(f"has {marks[0]} in its text; show media by parts, and leave the model's own marks out", "text")
+        if half := _SURROGATE.search(given["text"]):  # JSON may have it, but it is in no encoding and no tokenizer
+            raise fault(f"has {half[0]!r} in its text, which is half of a character; leave it out", "text")
         return str(given["text"])
     if role != "user":
         raise fault(f"has a part of type {kind}; only a user message shows media")

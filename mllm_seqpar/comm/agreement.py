@@ -104,7 +104,7 @@ def agree(
         return result if numbers is None else (result, [sent])
     hashes = fingerprint(what), int(error is not None), fingerprint(json.dumps(described, sort_keys=True))
     rows = comm.gather_ints([*hashes, *sent, *[0] * (_NUMBERS - len(sent))])
-    if any(row[:3] != rows[0][:3] or row[1] for row in rows):
+    if any([row[:3] != rows[0][:3] or row[1] for row in rows]):
         _raise_difference(comm, what, error, described, remedy)
     return result if numbers is None else (result, [row[3 : 3 + len(sent)] for row in rows])
 

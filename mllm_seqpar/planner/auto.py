@@ -16,12 +16,13 @@ from mllm_seqpar.config import SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import KernelOption, KernelRate, kernel_by_name
 from mllm_seqpar.masks import BlockMasks
-from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, SelectedStrategy, VisualProjection
+from mllm_seqpar.runtime.strategy_selector import CandidateStrategies, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 
 from . import calibrate
 from .calibrate import AttentionShape
-from .call_cost import AttentionCall, Selection, VisibleFraction, select_strategy
+from .call_cost import Selection, VisibleFraction, select_strategy, with_overlap_ratios
 from .cluster import Cluster, read_cluster
 
 _log = get_logger(__name__)
@@ -55,7 +56,7 @@ class ClusterSelector:
         rates = cluster.kernels if cluster is not None and kernel == "auto" else None
         self.kernel: KernelOption = kernel if rates is None else tuple(map(KernelRate._make, rates))
         self._measured: dict[tuple[str, AttentionShape], Cluster] = {}
-        self._selections: dict[object, tuple[SelectedStrategy, Selection]] = {}
+        self._selections: dict[object, Selection] = {}
         self._logged: set[object] = set()
 
     def select(
@@ -68,7 +69,7 @@ class ClusterSelector:
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
         visual: VisualProjection | None = None,
-    ) -> SelectedStrategy:
+    ) -> ParallelSpec:
         heads = {"heads": problem.heads, "kv_heads": problem.kv_heads, "dim": problem.dim}
         cluster = self.cluster or self.measured(
             like.device, AttentionShape(**heads, dtype=like.dtype, kernel=self.kernel)
@@ -102,18 +103,12 @@ class ClusterSelector:
                 visual=visual,
                 masked=mean < 1 and not candidates.causal,
             )
-            spec, ratios = selection.spec, None
-            if 1 not in spec.mesh_shape:  # a mesh orders its steps by them
-                forward, backward = (
-                    AttentionCall(problem, spec, cluster, backward=b, visible=mean).overlap_ratios
-                    for b in (False, True)
-                )
-                ratios = forward, backward
-            self._selections[key] = SelectedStrategy(spec, ratios), selection
+            spec = with_overlap_ratios(selection.spec, problem, cluster, mean)
+            self._selections[key] = replace(selection, spec=spec)
             if (candidates.option, spec) not in self._logged:
                 self._logged.add((candidates.option, spec))
                 _log.info("%s on %s: %s", candidates.option, cluster.name, selection.reason)
-        return self._selections[key][0]
+        return self._selections[key].spec
 
     def measured(self, device: torch.device, shape: AttentionShape) -> Cluster:
         """Return the measured rates for queries of `shape` on `device`. Collective when a shape is asked for first.

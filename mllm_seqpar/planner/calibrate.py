@@ -21,7 +21,7 @@ from mllm_seqpar.comm import Communicator, Pending, Recv, Send, Subgroup
 from mllm_seqpar.kernels import FinalRows, KernelOption, KernelRate, choose_kernel, kernel_names
 from mllm_seqpar.masks import Intervals
 
-from .cluster import Cluster
+from .cluster import ATTENTION_FLOPS, Cluster
 
 _log = get_logger(__name__)
 
@@ -197,7 +197,8 @@ class _Meter:
 
     def rates_of(self, block: _Block) -> tuple[float, float]:
         """Return FLOP/s forward and backward."""
-        return 4 * block.work / self.seconds(block.forward), 10 * block.work / self.seconds(block.backward)
+        forward, backward = (flops * block.work for flops in ATTENTION_FLOPS)
+        return forward / self.seconds(block.forward), backward / self.seconds(block.backward)
 
     def block(self, rows: int, keys: int, mask: Intervals | None = None) -> _Block:
         """Return a block of random rows and keys; its kernel has run forward once."""

@@ -1,8 +1,8 @@
 """One attention call: the specs that can compute it, their costs, and the selection of the fastest.
 
-The schedule of a spec is simulated with the FLOPs and bytes of closed formulas. Attention counts 4 FLOPs forward and 10
-backward (scores are recomputed) per query, visible key, head and channel. Projecting K and V from visual features costs
-4 d_vis G D FLOPs per key; backward costs twice that for the gradients, and once more where K and V are recomputed.
+The schedule of a spec is simulated with the FLOPs and bytes of closed formulas. Attention counts ATTENTION_FLOPS.
+Projecting K and V from visual features costs 4 d_vis G D FLOPs per key; backward costs twice that for the gradients,
+and once more where K and V are recomputed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from mllm_seqpar.schedules.head_sharding import HeadShards
 from mllm_seqpar.schedules.mesh import mesh_ranks
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, ParallelSpec
 
-from .cluster import Cluster, Cost, Passes, all_gather, all_to_all
+from .cluster import ATTENTION_FLOPS, Cluster, Cost, Passes, all_gather, all_to_all
 from .simulation import Phase, RankTimeline, simulate
 
 MARGIN = 0.02
@@ -161,12 +161,11 @@ class AttentionCall:
         entries = inner.batch * inner.rows * keys * visible
         if not entries:
             return 0.0
+        rate, masked = cluster.attention_forward, cluster.masked_forward
         if self.backward:
-            flops, rate, masked = 10, cluster.attention_backward, cluster.masked_backward
-        else:
-            flops, rate, masked = 4, cluster.attention_forward, cluster.masked_forward
+            rate, masked = cluster.attention_backward, cluster.masked_backward
         rate = masked if self.masked and masked is not None else rate
-        return flops * entries * inner.heads * inner.dim / rate + cluster.block_overhead_s
+        return ATTENTION_FLOPS[self.backward] * entries * inner.heads * inner.dim / rate + cluster.block_overhead_s
 
     def _mean_visible(self, rows: Sequence[int], columns: Sequence[int]) -> float:
         """Return the fraction of visible entries in the blocks of these ranks."""
@@ -278,6 +277,18 @@ class AttentionCall:
         head = problem.dim * problem.element
         kv = 2 * problem.key_batch * max(problem.keys) * kv_heads * head
         return problem.batch * problem.rows * problem.heads * head, kv, kv_heads > problem.kv_heads
+
+
+def with_overlap_ratios(
+    spec: ParallelSpec, problem: Problem, cluster: Cluster, visible: VisibleFraction = 1.0
+) -> ParallelSpec:
+    """Return the spec with the overlap ratios of a mesh on a cluster; other shapes have none."""
+    if 1 in spec.mesh_shape:
+        return spec
+    forward, backward = (
+        AttentionCall(problem, spec, cluster, backward=b, visible=visible).overlap_ratios for b in (False, True)
+    )
+    return replace(spec, overlap_ratios=(forward, backward))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ from mllm_seqpar.errors import ConfigError
 
 from .descriptions import Description, find_file, number, one_of, read_yaml
 
+ATTENTION_FLOPS = 4, 10
+"""FLOPs of attention forward and backward (which computes the scores again), per query, visible key, head and channel
+of the head."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Description):
@@ -27,8 +31,7 @@ class Cluster(Description):
 
     Attributes:
         gpus_per_node: ranks r and s share a node if r // gpus_per_node == s // gpus_per_node.
-        attention_forward, attention_backward: rate of block attention, counting 4 (backward: 10) FLOPs per query, key,
-            head and channel of the head.
+        attention_forward, attention_backward: rate of block attention, counting ATTENTION_FLOPS.
         masked_forward, masked_backward: the same under a frame mask, counting visible entries only; None: as without.
         tower: FLOP/s of a vision tower; None: its linear layers reach `matmul`, its attention that of other blocks.
         layer_forward_s, layer_backward_s: time in which the host launches the operators of a decoder layer, in backward

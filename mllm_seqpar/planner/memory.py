@@ -48,43 +48,45 @@ def peak_memory(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec 
     `spec` is the spec of cross-attention, or of self-attention in a decoder-only model. `text_spec` is that of
     self-attention beside cross-attention; None for what runs without a `tile` (for "auto", a ring).
     """
-    model, text, training, lora = workload.model, workload.model.text, workload.training, workload.lora_r
+    model, text, element, lora = workload.model, workload.model.text, workload.element, workload.lora_r
     n = workload.gpus if workload.weights_sharded else 1
-    trained, element = workload.trained_parameters, workload.element
+    trained = workload.trained_parameters
     kinds = memory_after_tower(workload, spec, text_spec)
-    if workload.gpus > 1:
-        kinds["transfers"] += COMMUNICATORS * COMMUNICATOR_BYTES
-    if training:
-        kinds["activations"] += saved_before_features(workload)
-        if lora is not None:  # the r channels between the two layers of each adapter on text
-            adapted = [one for one in model.linear if one.target in workload.lora_target and not one.visual]
-            count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
-            kinds["activations"] += count * lora * workload.tokens * element
-    if n > 1:
-        # What FSDP2 has gathered, whose units are the layers: the parameters of one, and those of the next, which
-        # arrive in a buffer that stays until they are copied out of it. Embeddings and head belong to the outermost
-        # unit, which stays gathered.
-        layer = model.parameters_of("attention", "mlp") // text.layers
-        layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
-        kinds["buffers"] += (3 * layer + text.embeddings) * element
-        if training and workload.language_trained:
-            # The gradients of a layer in the form in which they are reduced; backward begins with that of the head.
-            kinds["buffers"] += (layer + text.vocabulary * text.hidden) * element
-    # The vision tower runs earlier, and counts with the pixels of its chunk of frames if it needs more.
-    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
-    if training and workload.trained == "all":  # the first layer of a trained tower saves the pixels
-        kinds["activations"] += pixels_on_device(workload)
-    kinds["buffers"] = max(kinds["buffers"], tower - kinds["features"] - kinds["activations"])
-    if n > 1 and training and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
-        kinds["buffers"] = max(kinds["buffers"], 3 * text.embeddings * element - kinds["activations"])
+    activations = kinds["activations"] + saved_before_features(workload)
+    if workload.trained == "all":  # the first layer of a trained tower saves the pixels
+        activations += pixels_on_device(workload)
     stored = model.parameters * workload.parameter
     if lora is not None:
         stored = workload.frozen_bytes + trained * workload.parameter
+        # The r channels between the two layers of each adapter on text.
+        adapted = [one for one in model.linear if one.target in workload.lora_target and not one.visual]
+        count = sum(len(one.channels) * (1 if workload.checkpointing else one.layers) for one in adapted)
+        activations += count * lora * workload.tokens * element
+    # The buffers of the moment that needs the most. First, a layer, with what FSDP2 has gathered, whose units are the
+    # layers: the parameters of one, and those of the next, which arrive in a buffer that stays until they are copied
+    # out of it. Embeddings and head belong to the outermost unit, which stays gathered.
+    buffers = kinds["buffers"]
+    if n > 1:
+        layer = model.parameters_of("attention", "mlp") // text.layers
+        layer = max(layer, model.parameters_of("cross") // max(1, model.cross.layers))
+        buffers += (3 * layer + text.embeddings) * element
+        if workload.language_trained:
+            # The gradients of a layer in the form in which they are reduced; backward begins with that of the head.
+            buffers += (layer + text.vocabulary * text.hidden) * element
+    # Before it, the vision tower with the pixels of a chunk of frames.
+    tower = frozen_tower_memory(workload) + pixels_on_device(workload, workload.vision_chunk_size)
+    buffers = max(buffers, tower - kinds["features"] - activations)
+    if n > 1 and workload.language_trained:  # at the end: the outermost unit, its gradients and their copy
+        buffers = max(buffers, 3 * text.embeddings * element - activations)
+    communicators = COMMUNICATORS * COMMUNICATOR_BYTES if workload.gpus > 1 else 0
     return {
         "parameters": stored // n,
         "gradients": trained * workload.parameter // n,
         "optimizer": trained * workload.optimizer // n,
-        **kinds,
+        "features": kinds["features"],
+        "activations": activations,
+        "transfers": kinds["transfers"] + communicators,
+        "buffers": buffers,
         **({"cache": workload.cache_bytes} if workload.answer else {}),
     }
 
@@ -99,14 +101,17 @@ def pixels_on_device(workload: Workload, at_once: int | None = None) -> int:
 
 def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: ParallelSpec | None = None) -> dict[str, int]:
     """Return features, activations, receive buffers and other buffers of the language model and cross-attention."""
-    model, text, element = workload.model, workload.model.text, workload.element
-    training = workload.training
-    backward = training and workload.trains_features
+    model, text, element, training = workload.model, workload.model.text, workload.element, workload.training
     if model.decoder_only:  # those of deepstack are released after the layers, before the logits
         placed = workload.batch * -(-workload.visual_tokens // workload.text_ranks)
         features = placed * (text.hidden if training else workload.embedding_width)
     else:
         features = _visual_tokens(workload, spec) * model.cross.visual_dim
+    copies = 1
+    if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
+        copies = 5 if workload.trains_features else 2
+    elif workload.trains_features and not model.decoder_only:  # there, the gradient is computed after those of layers
+        copies = 2
     buffers = _attention_buffers(workload, spec)
     for sizes in (text, model.cross) if training else ():
         # An MLP in backward: gradients of two inner activations; in chunks, also the inner activations of one chunk
@@ -119,20 +124,16 @@ def memory_after_tower(workload: Workload, spec: ParallelSpec, text_spec: Parall
         buffers = max(buffers, size)
     if spec.strategy == "replicate" and workload.gpus > 1:
         # The shards before concatenation; in backward, the gradient's shards, float32 sums and whole.
-        buffers = max(buffers, features * (element + (2 * FLOAT32 if backward else 0)))
+        buffers = max(buffers, features * (element + (2 * FLOAT32 if workload.trains_features else 0)))
     if training:
         activations = saved_for_backward(workload, spec)
     else:  # one layer at a time
         activations = 2 * workload.tokens * text.hidden * element + _layer(workload, text)
+    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
     calls = [(workload.problem(workload.compared), spec)]
     if workload.self_attention != "local" and not model.decoder_only:
         problem, strategy = workload.problem("self-attention"), workload.self_attention
         calls.append((problem, text_spec or parallel_spec("ring" if strategy == "auto" else strategy, None, problem)))
-    logits = workload.scored_tokens * text.vocabulary * (element + (2 * FLOAT32 if training else 0))
-    if workload.visual_offload:  # two chunks of features; two of their gradient, and one more to add
-        copies = 5 if backward else 2
-    else:  # the gradient of a decoder-only model's embeddings is computed after the gradients of the layers
-        copies = 2 if backward and not model.decoder_only else 1
     return {
         "features": features * element * copies,
         "activations": activations + logits,
@@ -285,35 +286,34 @@ def _attention_buffers(workload: Workload, spec: ParallelSpec) -> int:
     Backward holds the gradients of K and V as they are added up, and those of the features twice: the sum of the layers
     after this one, which counts as features, and its own.
     """
-    problem, cross = workload.problem(workload.compared), workload.model.cross
-    visual, training = _visual_tokens(workload, spec), workload.training
+    problem, cross, training = workload.problem(workload.compared), workload.model.cross, workload.training
+    forward = _partial_results(problem, spec, backward=False)
     if workload.model.decoder_only:
-        kv, grads = 0, 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
-    else:
-        elements = 2 * visual * cross.kv_heads * cross.head_dim
-        kv, grads = elements * problem.element, elements * problem.accumulated
+        grads = 2 * problem.batch * problem.rows * problem.kv_heads * problem.dim * problem.accumulated
+        return max(forward, grads + _partial_results(problem, spec, backward=True)) if training else forward
+    visual = _visual_tokens(workload, spec)
+    elements = 2 * visual * cross.kv_heads * cross.head_dim
+    kv, grads = elements * problem.element, elements * problem.accumulated
     if workload.visual_offload:  # the rows of all ranks and their results, as they are sent and as they are computed
         shape, kinds = (problem.ranks, 1), ("input", "result")
         rows = sum(transfer_bytes(problem, shape, kind, "q", backward=training) for kind in kinds)
         return kv + (2 * workload.gpus - 1) * rows + (grads if training else 0)
-    forward = kv + _partial_results(problem, spec, backward=False)
     if not training:
-        return forward
+        return kv + forward
     backward = kv + grads + _partial_results(problem, spec, backward=True)
-    if not workload.model.decoder_only:
-        normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
-        if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
-            before_norm = problem.element * visual * normalized
-            backward += before_norm
-            if workload.trains_features and cross.layers > 1:
-                backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
-        else:  # norms run backward over all frames at once, with three tensors in float32
-            if cross.features_norm and workload.trains_features:
-                normalized += cross.visual_dim
-            elif cross.features_norm and workload.language_trained:  # the gradient of the result, for its weight alone
-                backward += workload.element * visual * cross.visual_dim
-            backward += 3 * FLOAT32 * visual * normalized
-    return max(forward, backward)
+    normalized = cross.kv_heads * cross.head_dim if cross.key_norm != "none" else 0
+    if workload.recompute:  # K before its norm; then, without K and V, this layer's gradient of the features
+        before_norm = problem.element * visual * normalized
+        backward += before_norm
+        if workload.trains_features and cross.layers > 1:
+            backward = max(backward, grads + before_norm + visual * cross.visual_dim * workload.element)
+    else:  # norms run backward over all frames at once, with three tensors in float32
+        if cross.features_norm and workload.trains_features:
+            normalized += cross.visual_dim
+        elif cross.features_norm and workload.language_trained:  # the gradient of the result, for its weight alone
+            backward += workload.element * visual * cross.visual_dim
+        backward += 3 * FLOAT32 * visual * normalized
+    return max(kv + forward, backward)
 
 
 def _partial_results(problem: Problem, spec: ParallelSpec, *, backward: bool) -> int:

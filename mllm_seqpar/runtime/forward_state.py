@@ -30,12 +30,12 @@ from mllm_seqpar.attention.call_spec import CallSpec, Placement, accumulation, c
 from mllm_seqpar.attention.keys import GivenKeys, Keys, attend_unmasked, attention_dtype, cast_for_attention
 from mllm_seqpar.masks import BlockMask, BlockMasks
 from mllm_seqpar.masks.block_masks import decoder_mask
-from mllm_seqpar.schedules.mesh_shapes import parallel_spec
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec, parallel_spec
 
 from .context import Recorder, SeqParContext
 from .frames import Frames
 from .projections import Projection
-from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies, SelectedStrategy
+from .strategy_selector import CROSS, CROSS_MESH, SELF, SELF_MESH, CandidateStrategies
 from .text import TextShards
 from .visual_tokens import VisualTokens
 
@@ -261,16 +261,15 @@ class ForwardState:
         q_shape: Sequence[int],
         k_shape: Sequence[int],
         like: Tensor,
-        selection: SelectedStrategy | None = None,
+        selection: ParallelSpec | None = None,
     ) -> CallSpec:
         """Return the spec of the selection among `candidates` if there is a selector; else that of `strategy`."""
         config, selector = self.context.config, self.context.selector
         problem = problem_of(q_shape, k_shape, key_lengths, like.dtype, config.accumulate_dtype)
         tile, accumulate = config.tile_for(strategy), accumulation(config.accumulate_dtype, like.dtype)
         if candidates is None or selector is None or problem.ranks == 1:
-            selection = SelectedStrategy(parallel_spec(strategy, tile, problem))
+            selection = parallel_spec(strategy, tile, problem)
         elif selection is None:
             training = torch.is_grad_enabled()
             selection = selector.select(problem, masks, candidates, like, training=training, mesh_shape=tile)
-        spec, ratios = selection
-        return call_spec_for(spec, masks, problem, accumulate, config.overlap, ratios)
+        return call_spec_for(selection, masks, problem, accumulate, config.overlap)

@@ -18,11 +18,12 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.autograd import gather_shards
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.frame_mask import frame_masks
+from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 from mllm_seqpar.sharding import FrameSizes, Spans, in_frame_order, span_length
 
 from .context import SeqParContext
 from .projections import Projection
-from .strategy_selector import CROSS, CrossAttentionShape, SelectedStrategy, VisualProjection
+from .strategy_selector import CROSS, CrossAttentionShape, VisualProjection
 from .text import TextShards
 from .visual_features import VisualFeatures
 
@@ -77,7 +78,7 @@ class Frames:
         self.source, self.units, self.placement = source, units, placement
         self._by_rank, self.masks = masks, frame_masks(masks, spans)
         self.key_lengths = tuple([keys.count for keys in self.masks.keys])
-        self.selection: SelectedStrategy | None = None
+        self.selection: ParallelSpec | None = None
         self.kv_heads: int | None = None
         self.specs: dict[Hashable, CallSpec] = {}
 
@@ -160,7 +161,7 @@ def frames_of_shards(
                 training=training,
                 visual=projection,
             )
-        if config.strategy == "replicate" or (frames.selection and frames.selection.spec.strategy == "replicate"):
+        if config.strategy == "replicate" or (frames.selection and frames.selection.strategy == "replicate"):
             frames = frames.gathered(source, context.comm, index())
     frames.kv_heads = None if shape is None else shape.kv_heads
     return frames

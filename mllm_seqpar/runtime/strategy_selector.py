@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from mllm_seqpar.schedules import OverlapRatios
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, ParallelSpec
 
@@ -71,18 +70,6 @@ CROSS_MESH = CandidateStrategies('strategy="mesh"', _ALL_MESH_SHAPES)
 SELF_MESH = CandidateStrategies('self_attention="mesh"', _ALL_MESH_SHAPES, causal=True)
 
 
-class SelectedStrategy(NamedTuple):
-    """A selection: arguments of `call_spec_for`.
-
-    Attributes:
-        spec: the strategy, with its mesh shape and head-sharding degree.
-        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward; None for any other shape.
-    """
-
-    spec: ParallelSpec
-    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = None
-
-
 class StrategySelector(Protocol):
     """Selects strategies for one patched model and caches its selections.
 
@@ -103,8 +90,10 @@ class StrategySelector(Protocol):
         training: bool,
         mesh_shape: tuple[int, int] | None = None,
         visual: VisualProjection | None = None,
-    ) -> SelectedStrategy:
-        """Return the fastest of `candidates` for one attention call. All ranks call this at the same point of the pass.
+    ) -> ParallelSpec:
+        """Return the fastest of `candidates` for one attention call, a mesh with its overlap ratios.
+
+        All ranks call this at the same point of the pass.
 
         Args:
             problem: the call of one layer.

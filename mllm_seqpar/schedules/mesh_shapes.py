@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from mllm_seqpar.errors import ConfigError
 
 from .bytes_sent import Problem, mesh_bytes
-from .mesh import MeshShape
+from .mesh import MeshShape, OverlapRatios
 
 STRATEGIES = ("lv-xattn", "ring", "mesh", "ulysses", "replicate")
 """The exact strategies. The planner selects the first of several candidates with equal cost."""
@@ -33,12 +33,15 @@ class ParallelSpec:
         mesh_shape: (a, b), Q shards by KV shards; of the ranks, or of the groups of `head_degree` ranks.
         head_degree: the number of consecutive ranks that shard the heads by all-to-all (Ulysses); 1 for none.
         all_pairs: whether LV-XAttn sends Q shards point to point, from their owner to each rank and back.
+        overlap_ratios: the ratios that a mesh orders its steps by, forward and backward; None: by the bytes of the
+            transfers. Specs that differ in these only are equal.
     """
 
     strategy: str
     mesh_shape: tuple[int, int]
     head_degree: int = 1
     all_pairs: bool = False
+    overlap_ratios: tuple[OverlapRatios, OverlapRatios] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         a, b = self.mesh_shape

@@ -39,6 +39,7 @@ from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import FinalRows, registry
 from mllm_seqpar.masks import BlockMasks, Intervals
 from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec
+from mllm_seqpar.planner.call_cost import with_overlap_ratios
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 from namespaces import Network
@@ -153,13 +154,11 @@ class Mode:
         assert self.spec is not None
         keys, dtype = (k.shape[2],) * comm.size, accumulation(self.accumulate_dtype, q.dtype)
         problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
-        ratios = None
-        if network is not None and self.spec.strategy == "mesh":
-            calls = (AttentionCall(problem, self.spec, network, backward=b) for b in (False, True))
-            forward, backward = (call.overlap_ratios for call in calls)
-            ratios = forward, backward
+        spec = self.spec
+        if network is not None:
+            spec = with_overlap_ratios(spec, problem, network)
         blocks = BlockMasks.full(q.shape[0], q.shape[2], keys)
-        call = call_spec_for(self.spec, blocks, problem, dtype, self.overlap, ratios)
+        call = call_spec_for(spec, blocks, problem, dtype, self.overlap)
         comm = comm if self.transfers else without_transfers(comm)
         keys = [GivenKeys(call, k, v)]
         return attend(q, [keys], rows="sharded", comm=comm, scale=q.shape[-1] ** -0.5, kernel=kernel)[0][0]

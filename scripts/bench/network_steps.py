@@ -158,8 +158,7 @@ class Step:
         if self.mode.name != "auto":
             return self.mode.spec
         selector = patch_of(self.model).context.selector  # type: ignore[union-attr]
-        _, selection = next(iter(selector._selections.values()))  # type: ignore[union-attr]
-        return selection.spec
+        return next(iter(selector._selections.values())).spec  # type: ignore[union-attr]
 
     @property
     def matmul(self) -> float:

@@ -6,6 +6,7 @@ A decoding step of one token only validates the arguments that it has besides th
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -109,12 +110,13 @@ def _facts(
     """Return what must be equal on all ranks, by name; of tensors digests. All are read from the device at once."""
     frames, mask, whole = inputs.frames, inputs.attention_mask, inputs.visual_shard is None
     num_items, logits_to_keep = kwargs.get("num_items_in_batch"), kwargs.get("logits_to_keep")
-    compared: dict[str, list[Tensor | None]] = {
-        "embeddings": [sampled_bits(inputs.tokens) if inputs.input_ids is None else None],
-        "the attention mask": [*mask.values()] if isinstance(mask, Mapping) else [mask],  # one per kind of layer
-        "position ids": [inputs.position_ids],
-        "pixels": [sampled_bits(frames) if frames is not None and inputs.compares_values_of_frames else None],
-        "logits_to_keep": [logits_to_keep if isinstance(logits_to_keep, Tensor) else None],
+    masks = [*mask.values()] if isinstance(mask, Mapping) else [mask]  # a mapping has one per kind of layer
+    compared: dict[str, list[Tensor]] = {
+        "embeddings": [sampled_bits(inputs.tokens)] if inputs.input_ids is None else [],
+        "the attention mask": [x for x in masks if x is not None],
+        "position ids": [] if inputs.position_ids is None else [inputs.position_ids],
+        "pixels": [sampled_bits(frames)] if frames is not None and inputs.compares_values_of_frames else [],
+        "logits_to_keep": [logits_to_keep] if isinstance(logits_to_keep, Tensor) else [],
         # Every rank has the values of weights that FSDP does not shard.
         "weights": [
             sampled_bits(x, _SAMPLED_WEIGHTS)
@@ -123,11 +125,11 @@ def _facts(
         ],
     }
     number = torch.as_tensor(-1 if num_items is None else num_items)
-    *read, number = inputs.read([*[x for tensors in compared.values() for x in tensors if x is not None], number])
+    *read, number = inputs.read([*itertools.chain(*compared.values()), number])
     on_host = iter(read)
     facts: dict[str, Any] = {}
     for name, tensors in compared.items():
-        facts[f"digest of {name}"] = checksum(*[next(on_host) for x in tensors if x is not None])
+        facts[f"digest of {name}"] = checksum(*itertools.islice(on_host, len(tensors)))
     labels = "labels" if inputs.shift_labels is None else "shift_labels"
     moved_rows = inputs.prompt_rows if inputs.past_length else None
     facts |= {

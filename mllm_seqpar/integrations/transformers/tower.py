@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from mllm_seqpar._compat import active_ddp
+from mllm_seqpar._compat import reducing_ddp
 from mllm_seqpar._transfers import copy_to_device
 from mllm_seqpar.comm.backends import backends_of
 from mllm_seqpar.comm.transfer_group import control_group
@@ -205,7 +204,7 @@ def agree_on_frames(
     """
     groups: list[Any] = []
     device: str | torch.device = "cpu"
-    at_least, ddp = 0, _reducing_ddp()
+    at_least, ddp = 0, reducing_ddp()
     if dist.is_initialized() and any(isinstance(module, FSDPModule) for module in model.modules()):
         mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
         if mesh is None:  # one unit that is gathered already has no mesh to ask: assume that some rank has a frame
@@ -231,15 +230,6 @@ def agree_on_frames(
     return max(runs, at_least), (tokens, width) if any_features else None
 
 
-def _reducing_ddp() -> DistributedDataParallel | None:
-    """Return the DDP whose forward runs, if the gradients of this pass are reduced.
-
-    Within `ddp.join()` (`_join_config.enable`) other ranks may have run out of batches, and answer to no more than DDP.
-    """
-    ddp = active_ddp()
-    return ddp if ddp is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync else None
-
-
 class _TakePart(torch.autograd.Function):
     """Forward: x, parameters -> x. Backward: zero gradients for the parameters."""
 
@@ -260,7 +250,7 @@ def with_accumulated_gradients(x: Tensor, model: nn.Module) -> Tensor:
     only if that reaches a parameter on every rank. If no rank has frames in it, and only the visual path is trained, it
     reaches none. All ranks of DDP call this function in a pass in which none of them has frames.
     """
-    ddp = _reducing_ddp()
+    ddp = reducing_ddp()
     if ddp is None or ddp._join_config.enable:
         return x
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -68,8 +68,8 @@ class MediaLayout:
         """
         start = past_length - self.past_length
         known = max(0, min(self.first.shape[1] - start, length))
-        low, high = (edge[:, None].expand(-1, length - known) for edge in self.sample_range.unbind(1))
-        first, stop = (part[:, start : start + known] for part in (self.first, self.stop))
+        low, high = [edge[:, None].expand(-1, length - known) for edge in self.sample_range.unbind(1)]
+        first, stop = [part[:, start : start + known] for part in (self.first, self.stop)]
         return torch.cat([first, low], dim=1), torch.cat([stop, high], dim=1)
 
     def cropped(self, length: int, inclusive: bool) -> "MediaLayout":

@@ -42,7 +42,7 @@ class MPlugOwl3VisionModel(SiglipVisionModel):
         """Frames (F, 3, H, W) -> `hidden_states[-2]` (F, T, width), without computing the last layer."""
         config = self.config
         grid = config.image_size // config.patch_size
-        if pixel_values.dim() != 4 or any(side // config.patch_size != grid for side in pixel_values.shape[2:]):
+        if pixel_values.dim() != 4 or any([side // config.patch_size != grid for side in pixel_values.shape[2:]]):
             raise ShapeError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; expected "
                 f"(frames, {config.num_channels}, {config.image_size}, {config.image_size})"

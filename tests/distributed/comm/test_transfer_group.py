@@ -253,7 +253,7 @@ def agreement_without_the_device(rank: int, world: int) -> list[Any]:
     assert isinstance(given, dist.ProcessGroup)
     ddp = SimpleNamespace(process_group=given, find_unused_parameters=True, static_graph=False)
     ddp._join_config, ddp.parameters = SimpleNamespace(enable=False), lambda: iter([torch.empty(0, device="meta")])
-    with mock.patch.object(tower, "_reducing_ddp", return_value=ddp):
+    with mock.patch.object(tower, "reducing_ddp", return_value=ddp):
         found = [tower.agree_on_frames(tiny_model("per_head"), rank, True, None) for _ in range(2)]
     groups = [control_group(given), control_group(dist.group.WORLD)]
     new = number_of_groups() - before

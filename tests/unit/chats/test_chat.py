@@ -117,6 +117,13 @@ MALFORMED: list[tuple[Allowed, Any, str, tuple[Any, ...]]] = [
         r"has <\|image\|> in its text; show media by parts",
         (0, "text"),
     ),
+    (
+        ANY_MEDIA,
+        {"role": "user", "content": "x\ud83d"},
+        "has '.ud83d' in its text, which is half of a char",
+        (0, "text"),
+    ),
+    (FILES, user(text("\ude00")), "has '.ude00' in its text", (0, "text")),
     (MARKED, user(text("<|image|>")), r"has <\|image\|> in its text", (0, "text")),
 ]
 

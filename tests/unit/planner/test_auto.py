@@ -19,7 +19,7 @@ from mllm_seqpar.planner import calibrate as calibration
 from mllm_seqpar.planner import write_cluster
 from mllm_seqpar.planner.auto import ClusterSelector, selector_for
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate
-from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH, SELF_MESH, SelectedStrategy, VisualProjection
+from mllm_seqpar.runtime.strategy_selector import CROSS, CROSS_MESH, SELF_MESH, VisualProjection
 from mllm_seqpar.schedules.bytes_sent import Problem
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, ParallelSpec
 from mllm_seqpar.sharding import frame_bounds
@@ -34,7 +34,7 @@ def full(problem: Problem) -> BlockMasks:
     return BlockMasks.full(1, problem.rows, problem.keys)
 
 
-def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> SelectedStrategy:
+def for_pass(selector: ClusterSelector, problem: Problem, training: bool = True) -> ParallelSpec:
     return selector.select(
         problem,
         full(problem),
@@ -76,13 +76,13 @@ def test_rows_are_sent_among_all_pairs_where_transfers_are_exposed(all_pairs: bo
     """The planner decides; calls of the patched model then have the direct schedule and 16-bit results."""
     selector = ClusterSelector(with_(CLUSTER, node_link=5e8, all_pairs=all_pairs))
     problem = replace(PROBLEM, keys=(200_000,) * 8, direct_element=2)
-    found = selector.select(problem, full(problem), CROSS, LIKE, training=True)
-    assert found.spec == ParallelSpec("lv-xattn", (8, 1), all_pairs=all_pairs)
-    spec = call_spec_for(found.spec, full(problem), problem, torch.float32, True, found.overlap_ratios)
+    selected = selector.select(problem, full(problem), CROSS, LIKE, training=True)
+    assert selected == ParallelSpec("lv-xattn", (8, 1), all_pairs=all_pairs)
+    spec = call_spec_for(selected, full(problem), problem, torch.float32)
     assert spec.direct == all_pairs and spec.accumulate_dtype == torch.float32
     assert spec.result_dtype("q", torch.bfloat16) == (torch.bfloat16 if all_pairs else torch.float32)
     fast = ClusterSelector(with_(CLUSTER, node_link=2e11, all_pairs=all_pairs))
-    assert not fast.select(problem, full(problem), CROSS, LIKE, training=True).spec.all_pairs
+    assert not fast.select(problem, full(problem), CROSS, LIKE, training=True).all_pairs
 
 
 def test_replication_is_selected_for_short_videos_and_whole_passes_only() -> None:
@@ -90,8 +90,8 @@ def test_replication_is_selected_for_short_videos_and_whole_passes_only() -> Non
     slow = ClusterSelector(with_(CLUSTER, node_link=1e9, network_link=1e9))
     for keys, strategy in ((400_000, "lv-xattn"), (200, "replicate")):
         problem = replace(PROBLEM, rows=4096, keys=(keys,) * 8)
-        assert for_pass(slow, problem).spec.strategy == strategy
-        assert slow.select(problem, full(problem), CROSS, LIKE, training=True).spec.strategy != "replicate"
+        assert for_pass(slow, problem).strategy == strategy
+        assert slow.select(problem, full(problem), CROSS, LIKE, training=True).strategy != "replicate"
 
 
 def test_overlap_ratios_depend_on_the_cluster() -> None:
@@ -122,8 +122,8 @@ def test_pruned_mask_makes_the_links_irrelevant() -> None:
     seconds = []
     for rate in (1e5, 1e12):
         selector = ClusterSelector(with_(CLUSTER, node_link=rate))
-        assert selector.select(problem, blocks, CROSS, LIKE, training=True).spec.strategy == "lv-xattn"
-        seconds += [selection.seconds for _, selection in selector._selections.values()]
+        assert selector.select(problem, blocks, CROSS, LIKE, training=True).strategy == "lv-xattn"
+        seconds += [selection.seconds for selection in selector._selections.values()]
     assert seconds[0] == pytest.approx(seconds[1])
 
 

@@ -66,6 +66,13 @@ def test_one_large_frame_determines_the_peak() -> None:
     assert max_frames(work, H200, LV) == max_frames(even, H200, LV)
 
 
+def test_search_for_enough_gpus_ends_with_more_ranks_than_frames() -> None:
+    """Nothing fits, so the 4 frames are sharded over up to 65,536 ranks."""
+    few = Workload(model=MOSS, frames=4, text=512, gpus=4, frame_tokens=(50, 60, 70, 80))
+    plan = make_plan(few, replace(H200, memory_bytes=1e9), ["lv-xattn"])
+    assert plan.min_gpus is None and not plan.best.fits
+
+
 def test_visible_entries_are_those_of_the_placeholders() -> None:
     """Every placeholder sees half of its own frame here, as in the mean over the rows of equal frames."""
     work, keys = moss(), sum(TOKENS)

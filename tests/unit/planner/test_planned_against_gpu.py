@@ -12,8 +12,9 @@ from mllm_seqpar.planner import ParallelSpec, read_cluster
 from mllm_seqpar.planner.call_cost import AttentionCall
 from mllm_seqpar.planner.cluster import Passes
 from mllm_seqpar.planner.memory import peak_memory
-from mllm_seqpar.planner.model_sizes import read_model
-from mllm_seqpar.planner.plan import attention_selection, step_parts
+from mllm_seqpar.planner.model_sizes import ModelSizes, read_model
+from mllm_seqpar.planner.plan import attention_selection
+from mllm_seqpar.planner.step import step_parts
 from mllm_seqpar.planner.workload import Workload
 from mllm_seqpar.schedules.bytes_sent import Problem
 
@@ -33,10 +34,10 @@ def rows(measure: str, chosen: Callable[[dict[str, Any]], bool] = lambda row: Tr
     return [pytest.param(row, id=" ".join(str(x) for x in row.values() if isinstance(x, str | int))) for row in found]
 
 
-def planned(row: dict[str, Any], **options: Any) -> dict[str, Passes]:
-    workload = Workload(model=OWL, frames=row["frames"], text=row.get("text", row["frames"]), gpus=1, **options)
-    cross, text = (attention_selection(workload, H200, part) for part in ("cross-attention", "self-attention"))
-    return dict(step_parts(workload, H200, cross, text))
+def planned(row: dict[str, Any], model: ModelSizes = OWL, **options: Any) -> dict[str, Passes]:
+    workload = Workload(model=model, frames=row["frames"], text=row.get("text", row["frames"]), gpus=1, **options)
+    calls = {part: attention_selection(workload, H200, part) for part in ("self-attention", "cross-attention")}
+    return dict(step_parts(workload, H200, calls))
 
 
 @pytest.mark.parametrize("row", rows("pass", lambda row: row["mode"] != "unpatched"))
@@ -78,10 +79,7 @@ def test_peaks_are_planned_as_measured(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", rows("tower"))
 def test_tower_is_planned_as_measured(row: dict[str, Any]) -> None:
-    tower = replace(OWL, projector=None)
-    workload = Workload(model=tower, frames=row["frames"], text=row["frames"], gpus=1, trained="none")
-    selections = (attention_selection(workload, H200, part) for part in ("cross-attention", "self-attention"))
-    seconds = step_parts(workload, H200, *selections)["vision tower"].seconds
+    seconds = planned(row, replace(OWL, projector=None), trained="none")["vision tower"].seconds
     assert row["frames"] / seconds == pytest.approx(row["frames_per_s"], rel=ALLOWED)
 
 
