@@ -45,6 +45,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 Results = tuple[Tensor, ...]
 
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""Return how many modes see operators, among them selective checkpointing; most passes have none."""
+
 _HOOKS_MODULE = "torch.utils.checkpoint"
 _ATTRIBUTE = "_mllm_seqpar_kept_results"
 
