@@ -232,7 +232,7 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
         question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
     else:
-        if options := [key for key in record if _ONE_OPTION.fullmatch(key)]:
+        if options := [key for key in record if _ONE_OPTION.fullmatch(key) and _has_content(record[key])]:
             raise DataError(
                 f"has the key {options[0]!r} ({record[options[0]]!r:.60}), which would be ignored; give the options as "
                 f"one list, by {', '.join(map(repr, OPTION_KEYS))}"
