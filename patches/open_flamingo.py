@@ -265,10 +265,6 @@ class OpenFlamingoFamily(Family[MediaInputs]):
             tokens = self.flamingo.vision_encoder(frames.flatten(0, 1))[1]
         return self.flamingo.perceiver(tokens[None, :, None])[0]
 
-    def blank_frame(self) -> tuple[Tensor, ...]:
-        """Raise ShapeError: `check` refuses a pass without media before this is called."""
-        raise ShapeError("vision_x: OpenFlamingo has no pass without media")
-
     def complete_cache(self, inputs: MediaInputs, cache: Any, cache_state: SequenceParallelCacheState) -> None:
         assert inputs.media is not None
         cache_state.frame_fingerprints.add(inputs.media.fingerprint)

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ from browser import Chromium
 
 # torch is imported inside functions: the process that starts the workers of pytest-xdist would import it before them.
 gc.disable()  # until the test modules are imported, see pytest_collection_finish
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # runs last; to destroy what a worker has imported and built takes seconds
 
 # Tests use local files and random weights only; a look-up on a hub would make them depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=layer_of, reverse=hasattr(config, "workerinput"))
 
 
-def layer_of(item: pytest.Item) -> int:
-    """Return the index in `LAYERS` of a test."""
+def layer_of(item: pytest.Item | pytest.Module) -> int:
+    """Return the index in `LAYERS` of a test or of a module."""
     layer = (getattr(getattr(item, "module", None), "__doc__", None) or "").split(".")[0]
     return max((index for index, name in enumerate(LAYERS) if name in layer), default=0)
 
@@ -82,9 +83,9 @@ def _independent_of_earlier_cases() -> Iterator[None]:
     reset_global_state()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the threads of a test of one process on one core. On several, passing the GIL on takes half of the time.
+    """Keep the threads of tests of one process on one core. On several, passing the GIL on takes half of the time.
 
     Test processes that run at the same time use different cores, as long as there are any, which they lock.
     """
@@ -118,17 +119,11 @@ def openai() -> Any:
 
 
 @pytest.fixture
-def load_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`from_pretrained` changes state of the whole process while it runs, so threads must not call it together."""
-    from mllm_seqpar.models import loading
+def load_models_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines have copies of models, which ranks that are threads may load together."""
+    import model_copies
 
-    lock, load_model = threading.Lock(), loading.load_model
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return load_model(*args, **kwargs)
-
-    monkeypatch.setattr("mllm_seqpar.inference.engine.load_model", load)
+    monkeypatch.setattr("mllm_seqpar.inference.engine.load_model", model_copies.load_model)
 
 
 def save_tiny_model(path: Path, gate: str | None, seed: int = 0) -> None:

@@ -7,7 +7,8 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.inference import Answer, Sampling
 from mllm_seqpar.inference.conversation import Conversation
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_processor
+from model_copies import load_model
 
 
 def replies_in_one_process(

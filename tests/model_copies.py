@@ -1,4 +1,4 @@
-"""Copies of tiny models. Building a model takes ten times as long as copying one."""
+"""Copies of tiny models. Building a model takes ten times as long as copying one, and loading it thirty times."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mllm_seqpar.models import loading
 from tiny_models import mplug_owl3
 
 
@@ -62,7 +63,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 _building = threading.Lock()
-"""Held while a model is built: two ranks that are threads would draw from one random state."""
+"""Held while a model is built, because ranks that are threads share torch's random state, and `from_pretrained` changes
+more state of the process while it runs."""
 _built: dict[tuple[Callable[..., nn.Module], str], ModelCopies] = {}
 
 
@@ -78,3 +80,7 @@ def copy_of(build: Callable[..., nn.Module], *args: Any, **overrides: Any) -> An
 
 tiny_model = functools.partial(copy_of, mplug_owl3.tiny_model)
 """Takes the arguments of `tiny_models.mplug_owl3.tiny_model`, and returns a copy of that model."""
+
+
+load_model = functools.partial(copy_of, loading.load_model)
+"""Takes the arguments of `loading.load_model`, and returns a copy; the directory must not change afterwards."""

@@ -158,11 +158,9 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
             raise ConfigError('nothing to do: give --question "...", or --save_features DIR to encode only')
         if any(not question.strip() for question in self.question):
             raise ConfigError("--question: the question is empty; give a text")
-        if not self.question:
-            for name in _OF_A_QUESTION:
-                self._refuse_unused(name, "there is no question; give --question, or leave it out")
-        if self.report is not None:
-            self._require("report", bool(self.report), "a file")
+        for name in _OF_A_QUESTION if not self.question else ():
+            self._refuse_unused(name, "there is no question; give --question, or leave it out")
+        self._require("report", self.report != "", "a file")
 
     def _check_data_set(self) -> None:
         for name in _OF_VIDEOS:
@@ -170,9 +168,8 @@ class AskOptions(InferenceOptions, StoredFrameOptions):
         if not self.output:
             raise ConfigError("--questions needs --output FILE, the JSONL file of the answers")
         check_template(self.template)
-        if self.choices:
-            for name in ("max_new_tokens", "temperature", "evidence"):
-                self._refuse_unused(name, "--choices generates no text")
+        for name in ("max_new_tokens", "temperature", "evidence") if self.choices else ():
+            self._refuse_unused(name, "--choices generates no text")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from mllm_seqpar.chats.chat_family import ChatText
 from mllm_seqpar.chats.clip import FrameSource, VideoSource
 from mllm_seqpar.chats.store import FeatureStore
 from mllm_seqpar.cli.launch import ranks_with_options
@@ -38,14 +37,14 @@ from mllm_seqpar.videos.media_files import VIDEO_SUFFIXES
 from mllm_seqpar.videos.video import source_meta
 
 from .arguments import AskOptions, parse
-from .conversation import Conversation, question_about
+from .conversation import Conversation
 from .data_set import answer_data_set
 from .encoding import PARTS
 from .engine import Engine
 from .evidence import MOMENTS, Evidence, evidence_values
 from .evidence_page import index_entry, write_evidence_index, write_evidence_page
 from .generation import Answer
-from .job import Job, JobError
+from .job import JobError
 from .stored_features import feature_meta, load_video, open_store, require_replaceable, save_video
 
 ENCODE_STAGE = "read and encode"
@@ -72,7 +71,7 @@ class _Video:
     features: str | None = None
     save_to: str | None = None
     page: str | None = None
-    source: VideoSource | None = None  # after `VideoRun.open`, as `store`
+    source: FrameSource | None = None  # after `VideoRun.open`, as `store`
     store: FeatureStore | None = None
     feature_meta: Mapping[str, Any] = field(default_factory=dict)  # on rank 0, of features to be saved
 
@@ -83,27 +82,12 @@ class _Video:
     def facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common."""
         facts: dict[str, Any] = {}
-        if self.source is not None:
+        if isinstance(self.source, VideoSource):
             meta = source_meta(self.source.plan)
             facts |= {"video's size": meta["source_size"], "frames": meta["frames"], "their times": meta["frame_times"]}
         if self.store is not None:
             facts |= {"frames of the features": self.store.total_frames, "features": self.store.meta}
         return facts
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PrintedJob(Job):
-    """A question, and what is printed before its answer and while it is generated; None: nothing."""
-
-    heading: str | None
-
-    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> Answer:
-        if self.heading is None:
-            return super().answer(conversation, prompt)
-        say(self.heading)
-        answer: Answer = super().answer(conversation, prompt, on_text=say)
-        say("\n")
-        return answer
 
 
 def ask_videos(args: AskOptions, comm: Communicator, device: torch.device) -> int:
@@ -150,10 +134,10 @@ class VideoRun:
             opened = []
             for video in self._videos:
                 step = partial(agree, self._comm, "inputs", partial(self._open_video, video), _Video.facts)
-                usable, fault = self._engine.settled(step)
-                if fault is not None:
+                try:
+                    opened.append(self._engine.settled(step))
+                except JobError as fault:
                     self._fail(fault)
-                opened += [] if usable is None else [usable]
         if opened:
             with self._times.measure("load"):
                 self._engine.load()
@@ -161,70 +145,65 @@ class VideoRun:
 
     def _open_video(self, video: _Video) -> _Video:
         args, chat_format, frames = self._args, self._engine.chat_format, self._args.frame_choice().over(DEFAULT_FRAMES)
-        source, store, meta = None, None, {}
+        source, meta = None, {}
         if video.video is not None:
             source = VideoSource.open(video.video, **vars(frames), **args.decoding())
-        if video.features is not None:
-            store = open_store(video.features, args.model, chat_format, source, args.frame_choice())
-        if self._shown and video.save_to is not None and source is not None:
-            meta = feature_meta(source, args.model, chat_format, frames)
-            require_replaceable(video.save_to, meta)
-        return replace(video, source=source, store=store, feature_meta=meta)
+            if self._shown and video.save_to is not None:
+                meta = feature_meta(source, args.model, chat_format, frames)
+                require_replaceable(video.save_to, meta)
+        if video.features is None:
+            return replace(video, source=source, feature_meta=meta)
+        store = open_store(video.features, args.model, chat_format, source, args.frame_choice())
+        shown = chat_format.stored_frames(store.total_frames, store.meta) if source is None else source
+        return replace(video, source=shown, store=store)
 
     def ask(self, video: _Video) -> None:
         """Encode or read a video, and ask all questions about it."""
-        args, begun = self._args, list[Conversation]()
-
-        def on_start(conversation: Conversation) -> None:
-            begun.append(conversation)
-            encoded = conversation.encoded
-            assert encoded is not None  # by `_encode`
-            self._frames += encoded.frames
-            self._parts.update(encoded.seconds)
-            self._visual_tokens += encoded.visual_tokens
-            if len(self._videos) > 1 and self._shown and args.question:
-                say(f"== {video.name} ==\n")
-
-        def sources() -> list[FrameSource]:
-            if video.source is not None:
-                return [video.source]
-            assert video.store is not None  # AskOptions requires --video or --features
-            return [self._engine.chat_format.stored_frames(video.store.total_frames, video.store.meta)]
-
-        several = len(args.question) > 1
-        jobs = [
-            _PrintedJob(
-                messages=question_about(1, question),
-                sampling=args.sampling(),
-                evidence=args.evidence or (0 if args.evidence_html is None else MOMENTS),
-                heading=(f"> {question}\n" if several else "") if self._shown else None,
-            )
-            for question in args.question
-        ]
-        encode = partial(self._encode, video)
-        outcomes = self._engine.answers(jobs, sources=sources, encode=encode, on_start=on_start, together=True)
+        args, engine, several = self._args, self._engine, len(self._args.question) > 1
+        assert video.source is not None  # by `_open_video`
+        conversation = Conversation(engine.model, engine.processor, [video.source], **args.encoding())
+        try:  # a question that is too long is found before the video is encoded
+            prompts = [
+                engine.settled(partial(conversation.question, question, args.max_new_tokens))
+                for question in args.question
+            ]
+            engine.settled(partial(self._encode, video, conversation))
+        except JobError as fault:
+            self._fail(fault)
+            return
+        encoded = conversation.encoded
+        assert encoded is not None  # by `_encode`
+        self._frames += encoded.frames
+        self._parts.update(encoded.seconds)
+        self._visual_tokens += encoded.visual_tokens
+        if len(self._videos) > 1 and self._shown and args.question:
+            say(f"== {video.name} ==\n")
+        options: dict[str, Any] = {"on_text": say if self._shown else None}
+        options["evidence"] = args.evidence or (0 if args.evidence_html is None else MOMENTS)
         evidence: list[tuple[str, Evidence]] = []
-        for number, outcome in enumerate(outcomes):
-            if not begun:  # the video cannot be used, or a question is too long
-                self._fail(outcome)
-                return
-            question = args.question[number]
-            if isinstance(outcome, JobError):
-                if not isinstance(outcome.cause, NonFiniteLogitsError):
-                    raise outcome.cause
-                self._answers.append((video.name, question, outcome.cause))
+        for question, prompt in zip(args.question, prompts, strict=True):
+            if several and self._shown:
+                say(f"> {question}\n")
+            try:
+                answer = engine.computed(partial(conversation.answer, prompt, args.sampling(), **options))
+            except JobError as error:
+                if not isinstance(error.cause, NonFiniteLogitsError):
+                    error.raise_cause()
+                self._answers.append((video.name, question, error.cause))
                 if self._shown and (several or len(self._videos) > 1):
-                    note(f"error: {outcome}")
+                    note(f"error: {error}")
                 continue
-            self._answers.append((video.name, question, outcome))
-            if outcome.evidence is not None:
-                evidence.append((question, outcome.evidence))
+            self._answers.append((video.name, question, answer))
+            if self._shown:
+                say("\n")
+            if answer.evidence is not None:
+                evidence.append((question, answer.evidence))
                 if self._shown and args.evidence:
-                    note(outcome.evidence.describe())
+                    note(answer.evidence.describe())
 
         def write_page() -> None:
             if self._shown and evidence:
-                facts = str(video.page), evidence, begun[0].sources
+                facts = str(video.page), evidence, conversation.sources
                 write_evidence_page(*facts, name=video.name, model=args.model)
                 self._pages.append(index_entry(video.name, *facts))
 
@@ -250,7 +229,7 @@ class VideoRun:
     def _fail(self, fault: JobError) -> None:
         """Report a video that cannot be used; raise the error if there is no other one, or if it is not the video's."""
         if len(self._videos) == 1 or not fault.of_the_input or isinstance(fault.cause, NonFiniteLogitsError):
-            raise fault.cause
+            fault.raise_cause()
         self._faults.append(first_line(fault))
         if self._shown:
             note(f"error: {self._faults[-1]}")

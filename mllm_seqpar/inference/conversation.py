@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,18 +61,16 @@ class Score:
     is_greedy: bool  # whether each token is the most likely one
 
 
-@dataclass
-class _LaterMedia:
-    """Media of a later turn, from medium number `first` of the conversation on, and their features.
+@dataclass(eq=False)
+class _Media:
+    """The media that the first turn shows, or a later one, and their features."""
 
-    `first_token` is the length of the cache before the pass that brought their frames. After `_keep_prefix`, it is set
-    exactly if the cache holds these frames.
-    """
-
-    first: int
     sources: tuple[FrameSource, ...]
     encoded: Encoded | None = None
-    first_token: int | None = None
+
+    @property
+    def frames(self) -> int:
+        return sum(map(len, self.sources))
 
 
 class Conversation:
@@ -85,9 +84,6 @@ class Conversation:
         on_host: keep the features in host memory, for a model with `visual_offload="cpu"`.
         encoded: a video from `encode` or `load_video`. It is not changed, and can be used for further
             conversations.
-
-    Attributes:
-        encoded: the features of the media, without those of later turns; None if they are not encoded yet.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class Conversation:
     ) -> None:
         if encoded is not None and not sources:
             sources = [encoded.source or FeatureFrames(encoded.frames)]
-        self.sources = tuple(sources)
+        self._media = [_Media(tuple(sources), encoded)]  # of the first turn, and of each later one that shows some
         self._model: Any = model
         self._processor, self._chat_format = processor, chat_family(processor)
         patch = patch_of(model)
@@ -110,11 +106,11 @@ class Conversation:
             raise ConfigError("Conversation: the model is not patched; call patch_model(model) first")
         self._comm = patch.context.comm
         self._batch, self._on_host = batch, on_host
-        self.encoded = encoded
-        self._later: list[_LaterMedia] = []
         self._passed = WeakKeyDictionary[Encoded, dict[str, Any]]()
         self._cache: Any = None
         self._cached_ids: list[int] = []
+        # For the media of each later turn that the cache has, its length before the pass that brought their frames
+        self._appended_at: list[int] = []
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -125,9 +121,23 @@ class Conversation:
         return self._processor.tokenizer
 
     @property
+    def sources(self) -> tuple[FrameSource, ...]:
+        """The frames of all videos and images."""
+        return tuple(source for media in self._media for source in media.sources)
+
+    @property
+    def encoded(self) -> Encoded | None:
+        """The features of the media, without those of later turns; None if they are not encoded yet."""
+        return self._media[0].encoded
+
+    @encoded.setter
+    def encoded(self, encoded: Encoded) -> None:
+        self._media[0].encoded = encoded
+
+    @property
     def frames(self) -> int:
         """The number of frames of all videos and images."""
-        return sum(len(source) for source in self.sources)
+        return sum(media.frames for media in self._media)
 
     @property
     def can_follow(self) -> bool:
@@ -147,9 +157,8 @@ class Conversation:
                 f"{type(self._chat_format).__name__}: further media cannot follow those of a conversation of this "
                 "model, or it has none; begin a new conversation with all media"
             )
-        longer, later = copy.copy(self), _LaterMedia(len(self.sources), tuple(sources))
-        longer.sources += later.sources
-        longer._later = [*map(copy.copy, self._later), later]
+        longer = copy.copy(self)
+        longer._media, longer._appended_at = [*self._media, _Media(tuple(sources))], [*self._appended_at]
         return longer
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = 0) -> ChatText:
@@ -184,7 +193,14 @@ class Conversation:
             question: the user's text. The media precede it, unless the text contains "<|video|>" where each belongs.
             max_new_tokens: maximum length of the answer.
         """
-        return self.prompt(question_about(len(self.sources), question), max_new_tokens)
+        if VIDEO_MARK not in question:
+            question = VIDEO_MARK * len(self.sources) + question
+        first, *others = question.split(VIDEO_MARK)
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": "video"}, {"type": "text", "text": text}]
+        content = [part for part in parts if part.get("text", True)]  # without empty texts
+        return self.prompt([{"role": "user", "content": content}], max_new_tokens)
 
     def encode(self, progress: Progress | None = None, interrupted: Callable[[], bool] | None = None) -> None:
         """Read and encode this rank's frames, unless that has been done. `answer` calls this.
@@ -201,18 +217,14 @@ class Conversation:
             return
         options: dict[str, Any] = {"group": self._comm, "batch": self._batch, "on_host": self._on_host}
         options |= {"progress": progress, "interrupted": interrupted}
-        if self.encoded is None:
-            self.encoded = encode(self._model, self._processor, self._first_sources, **options)
-        for number, later in enumerate(self._later):
-            if later.encoded is None:
-                before = [self.encoded, *(earlier.encoded for earlier in self._later[:number])]
-                own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before if x is not None)
-                held = [units for (units,) in self._comm.gather_ints([own])]  # frames, or their tokens, of each rank
-                later.encoded = encode(self._model, self._processor, later.sources, held=held, **options)
-
-    @property
-    def _first_sources(self) -> tuple[FrameSource, ...]:
-        return self.sources[: self._later[0].first] if self._later else self.sources
+        for number, media in enumerate(self._media):
+            if media.encoded is not None:
+                continue
+            if number:  # the rank's units, which are frames or their tokens, of the media before
+                before = [earlier.encoded for earlier in self._media[:number] if earlier.encoded is not None]
+                own = sum(FrameSizes(x.frames, x.sizes).count(x.shard.spans) for x in before)
+                options["held"] = [units for (units,) in self._comm.gather_ints([own])]
+            media.encoded = encode(self._model, self._processor, media.sources, **options)
 
     def answer(
         self,
@@ -239,18 +251,17 @@ class Conversation:
             NonFiniteLogitsError: on all ranks, if logits or attention are NaN or infinite.
         """
         self.encode()
-        length = text.input_ids.shape[1]
-        kept = self._keep_prefix(text)
+        length, kept = text.input_ids.shape[1], self._keep_prefix(text)
         tokenizer = self._processor.tokenizer
         written = GeneratedText(tokenizer, self._comm, on_text, stop, interrupted)
         options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
         criteria = StoppingCriteriaList([written] if stop or interrupted is not None else [])
         try:
-            new = self._prefill_in_chunks(text, kept, written)
+            self._prefill_in_chunks(text, kept, written)
             torch.manual_seed(sampling.seed)
             with record_attention(self._model) if evidence and self.sources else nullcontext() as recorded:
                 with interruptible_prefill(self._model, written):
-                    output = self._generate(text, new=new, streamer=written, stopping_criteria=criteria, **options)
+                    output = self._generate(text, streamer=written, stopping_criteria=criteria, **options)
                 attention = None if recorded is None else recorded.result()
         except PrefillInterrupted:
             return Answer(
@@ -311,7 +322,7 @@ class Conversation:
         for tokens in continuations:
             beginnings = [tuple(tokens[:number]) for number in range(len(tokens))]
             if beginnings[-1] not in following:
-                new = self._prefill_in_chunks(text, self._keep_prefix(text))
+                self._prefill_in_chunks(text, self._keep_prefix(text))
                 sampling = Sampling(max_new_tokens=len(tokens))
                 options = {**self._chat_format.generation(self._model), **sampling.generate_arguments()}
 
@@ -319,7 +330,7 @@ class Conversation:
                     return [tokens[len(ids) - text.input_ids.shape[1]]]
 
                 options |= {"output_logits": True, "prefix_allowed_tokens_fn": forced}
-                logits = self._generate(text, new=new, **options).logits
+                logits = self._generate(text, **options).logits
                 rows = [row[0].double().log_softmax(-1).cpu() for row in logits]
                 following |= dict(zip(beginnings, rows, strict=True))
             steps = [(following[beginning], token) for beginning, token in zip(beginnings, tokens, strict=True)]
@@ -329,10 +340,10 @@ class Conversation:
         require_finite(finite, "log-likelihoods", self._dtype, self._comm)
         return scores
 
-    def _generate(self, text: ChatText, *, new: _LaterMedia | None = None, **options: Any) -> Any:
+    def _generate(self, text: ChatText, **options: Any) -> Any:
         """Generate after the tokens of `text` that the cache does not have, and keep the cache of the result.
 
-        `new` are the later media whose placeholders are among these tokens.
+        If the placeholders of media of a later turn are among these tokens, the pass brings these media.
 
         Raises:
             NonFiniteLogitsError: on all ranks, if logits are not finite.
@@ -340,11 +351,16 @@ class Conversation:
         device = next(self._model.parameters()).device
         past = 0 if self._cache is None else int(self._cache.get_seq_length())
         given: Mapping[str, Tensor] = self._chat_format.arguments(text)
-        if self._later and (new is not None or not past):
-            media = (0, len(self._first_sources)) if new is None else (new.first, new.first + len(new.sources))
-            given = self._chat_format.arguments_of_media(given, past, *media)
+        stops, held = [stop for _, stop in self._places(text)], len(self._appended_at)
+        brings = held + 1 < len(stops) and stops[held + 1] > 0  # the placeholders of the next turn's media are here
+        turn = held + brings
+        if len(stops) > 1 and (brings or not past):
+            first = sum(len(media.sources) for media in self._media[:turn])
+            given = self._chat_format.arguments_of_media(given, past, first, first + len(self._media[turn].sources))
         arguments = {name: value.to(device) for name, value in given.items()}
-        arguments |= self._feature_arguments(text, device, new)
+        # The features of a later turn are passed once, unless the family repeats them.
+        if turn == 0 or brings or self._chat_format.repeats_media:
+            arguments |= self._feature_arguments(text, self._media[turn], device)
         if self._cache is not None:
             options[cache_name()] = self._cache
         self._cache = None  # a pass that fails may leave the cache with only some of its layers filled
@@ -354,41 +370,38 @@ class Conversation:
         output = self._model.generate(**arguments, use_cache=True, return_dict_in_generate=True, **options)
         finite.require(self._dtype, self._comm)
         self._cache = cache = cache_of(output)
-        if new is not None:
-            new.first_token = past
+        if brings:
+            self._appended_at.append(past)
         self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         return output
 
-    def _prefill_in_chunks(self, text: ChatText, kept: int, written: GeneratedText | None = None) -> _LaterMedia | None:
-        """Compute all but the end of a prompt; return the later media whose placeholders are in that end, or None.
+    def _prefill_in_chunks(self, text: ChatText, kept: int, written: GeneratedText | None = None) -> None:
+        """Compute all but the end of a prompt, whose first `kept` tokens the cache has.
 
         A continuation of the cache is computed `PREFILL_CHUNK` tokens at a time, because attention to a cache needs a
         mask with a row for each new token and a column for each token so far. The placeholders of the media of one turn
-        are in one pass, with none of another turn.
-
-        The cache has the first `kept` tokens of the prompt. If these are 0, the first pass brings the media of the
-        first turn, and ends before those of the next one.
+        are in one pass, with none of another turn. Without a cache, the first pass brings the media of the first turn.
 
         Raises:
             PrefillInterrupted: on all ranks, if `interrupted` ended the answer.
         """
         options = {**self._chat_format.generation(self._model), **Sampling(max_new_tokens=1).generate_arguments()}
-        length, places = text.input_ids.shape[1], self._places(text)
-        waiting = [place for place in places if place[2].first_token is None]
+        length, waiting = text.input_ids.shape[1], self._places(text)[1 + len(self._appended_at) :]
         while True:
-            stop, new = min(kept + PREFILL_CHUNK, length) if kept else length, None
+            stop = min(kept + PREFILL_CHUNK, length) if kept else length
             if waiting and waiting[0][0] < stop:
-                low, high, later = waiting[0]
+                low, high = waiting[0]
                 if kept:
-                    new, stop = later, min([max(stop, high), *(next_low for next_low, _, _ in waiting[1:2])])
+                    waiting = waiting[1:]
+                    stop = min([max(stop, high), *(next_low for next_low, _ in waiting[:1])])
                 else:
                     stop = low
             if stop == length:
-                return new
-            images = sum(place < stop for place in self._placeholders(text)) if places else None
+                return
+            images = sum(place < stop for place in self._placeholders(text)) if len(self._media) > 1 else None
             with nullcontext() if written is None else interruptible_prefill(self._model, written):
-                self._generate(text.beginning(stop, images), new=new, **options)
-            waiting, kept = waiting[new is not None :], stop
+                self._generate(text.beginning(stop, images), **options)
+            kept = stop
 
     def _placeholders(self, text: ChatText) -> list[int]:
         """Return the positions of the placeholders of images."""
@@ -399,36 +412,29 @@ class Conversation:
             offsets = (text.input_ids[0] == self._processor.tokenizer.convert_tokens_to_ids(mark)).nonzero()
         return [] if offsets is None else [place for place in offsets.flatten().tolist() if place >= 0]
 
-    def _places(self, text: ChatText) -> list[tuple[int, int, _LaterMedia]]:
-        """Return where the placeholders of later media begin and end, with these media; one is that of one frame."""
-        ranges, places = [], self._placeholders(text) if self._later else []
-        done = sum(map(len, self._first_sources))
-        for later in self._later:
-            own = places[done : done + sum(map(len, later.sources))]
-            ranges.append((own[0], own[-1] + 1, later))
-            done += len(own)
-        return ranges
+    def _places(self, text: ChatText) -> list[tuple[int, int]]:
+        """Return where the placeholders of the media of each turn begin and end; (0, 0) without any.
 
-    def _feature_arguments(self, text: ChatText, device: torch.device, new: _LaterMedia | None) -> dict[str, Any]:
-        """Return the arguments that pass this rank's features, those of `new` or of the last media in the cache; those
-        of a blank image if the chat format needs one."""
-        later = [new] if new is not None else [x for x in self._later if x.first_token is not None]
-        if later:
-            encoded = later[-1].encoded if new is not None or self._chat_format.repeats_media else None
-            return {} if encoded is None else self._features_of(encoded)
-        if self.encoded is None and not len(text.slots):
+        If there are later turns, a placeholder is that of one frame.
+        """
+        places = self._placeholders(text)
+        ends = list(accumulate(media.frames for media in self._media))[:-1]
+        turns = [places[first:stop] for first, stop in zip([0, *ends], [*ends, None], strict=True)]
+        return [(own[0], own[-1] + 1) if own else (0, 0) for own in turns]
+
+    def _feature_arguments(self, text: ChatText, media: _Media, device: torch.device) -> dict[str, Any]:
+        """Return the arguments that pass this rank's features: the same objects in each pass, by which a model may know
+        them. Without media, those of a blank image if the chat format needs one."""
+        if media.encoded is None and not len(text.slots):
             return {}
-        if self.encoded is None:
+        if media.encoded is None:
             weight = next(self._model.parameters())
             blank = (x.to(device, weight.dtype if x.is_floating_point() else None) for x in self._chat_format.blank())
             with torch.no_grad():
                 features = encoder_of(self._model, self._chat_format)(*blank)
             shard = FrameShard.of(1, self._comm, self._chat_format.frame_layout)
-            self.encoded = Encoded(features[: len(shard)], shard)
-        return self._features_of(self.encoded)
-
-    def _features_of(self, encoded: Encoded) -> dict[str, Any]:
-        """Return the arguments that pass features: the same objects in each pass, by which a model may know them."""
+            media.encoded = Encoded(features[: len(shard)], shard)
+        encoded = media.encoded
         if encoded not in self._passed:
             arguments = self._chat_format.feature_arguments(self._model, encoded.features, encoded.shard)
             self._passed[encoded] = arguments
@@ -441,38 +447,24 @@ class Conversation:
         cached: often that is only the beginning of the chat format, of another user's text.
         """
         if self._cache is None:
-            for later in self._later:
-                later.first_token = None
+            self._appended_at = []
             return 0
         ids = text.input_ids[0].tolist()
         limit = min(len(self._cached_ids), len(ids) - 1)
         kept = next((i for i in range(limit) if self._cached_ids[i] != ids[i]), limit)
         # To continue, attention needs a mask of all pairs, which takes several times longer than the causal order.
         short = not self.sources and kept < len(ids) // 8
-        for _, stop, later in self._places(text):
-            if later.first_token is not None and kept < stop:
-                kept = min(kept, later.first_token)
-        places = self._placeholders(text)[: sum(map(len, self._first_sources)) if self._later else None]
-        if kept == 0 or short or kept <= max(places, default=-1):
+        (_, first_stop), *later = self._places(text)
+        for (_, stop), before in zip(later, self._appended_at, strict=False):
+            if kept < stop:  # the frames of a turn are kept together
+                kept = min(kept, before)
+        if short or kept < max(1, first_stop):
             self._cache, kept = None, 0
         elif remove := len(self._cached_ids) - kept:
             self._cache.crop(-remove)
             self._cached_ids = self._cached_ids[:kept]
-        for later in self._later:
-            if later.first_token is not None and kept <= later.first_token:
-                later.first_token = None
+        self._appended_at = [before for before in self._appended_at if before < kept]
         return kept
-
-
-def question_about(videos: int, question: str) -> list[dict[str, Any]]:
-    """Return the messages of a question about this many videos; see `Conversation.question`."""
-    if VIDEO_MARK not in question:
-        question = VIDEO_MARK * videos + question
-    first, *others = question.split(VIDEO_MARK)
-    parts = [{"type": "text", "text": first}]
-    for piece in others:
-        parts += [{"type": "video"}, {"type": "text", "text": piece}]
-    return [{"role": "user", "content": [part for part in parts if part.get("text", True)]}]
 
 
 def answer(

@@ -22,12 +22,12 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -50,12 +50,13 @@ from .conversation import Conversation
 from .engine import DividedRanks, Engine
 from .evidence import evidence_values
 from .generation import Sampling
-from .job import Job, JobError
+from .job import JobError
 
 _ID_KEYS = ("id", "question_id", "qid")
 _GROUPING_KEYS = ("duration", "duration_group", *CATEGORY_KEYS, "sub_category")
 """Columns by which accuracy is reported."""
 
+T = TypeVar("T")
 Line = dict[str, Any]
 """An answer: "index" is the number of its question; "error" says why there is no answer."""
 
@@ -89,82 +90,89 @@ def answer_data_set(args: AskOptions, world: Communicator, device: torch.device)
         return agree(ranks.end, "output", lambda: _finish(file, questions, ranks))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _QuestionJob(Job):
-    """A question whose answer is a line of the answer file."""
-
-    question: Question
-
-    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> Line:
-        reply = super().answer(conversation, prompt)
-        lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
-        line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
-        line |= evidence_values(reply.evidence) if self.evidence else {}
-        reference = self.question.reference
-        return line if reference is None else {**line, "reference": reference}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ChoiceJob(Job):
-    """A question whose answer is the letter of an option."""
-
-    question: Question
-    choice: MultipleChoice
-
-    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> Line:
-        letters = self.choice.letters
-        scores = letter_log_likelihoods(conversation, prompt, conversation.tokenizer, letters)
-        best = max(letters, key=scores.__getitem__)
-        line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
-        if self.choice.answer is not None:
-            reference = letters[self.choice.answer]
-            line |= {"reference": reference, "correct": best == reference}
-        return line | ({"categories": dict(self.question.categories)} if self.question.categories else {})
-
-
 class Answerer:
     """Answers questions of a data set, on the ranks of one group."""
 
     def __init__(self, args: AskOptions, engine: Engine, questions: QuestionSet) -> None:
         self._args, self._engine, self._questions = args, engine, questions
+        self._sampling = Sampling(max_new_tokens=1) if args.choices else args.sampling()
 
     def answer_all(self, videos: Sequence[Sequence[Question]], file: AnswerFile) -> None:
         """Write the answers to the questions of this group of ranks, which are grouped by their media."""
         ranks, total = self._engine.ranks, sum(map(len, videos))
         title = "answering" if ranks.count == 1 else f"answering, group 1 of {ranks.count}"
         with progress_bar(total, "question", title, self._args.progress and ranks.world.rank == 0) as bar:
-            for questions in videos:  # whose media are encoded once
-                jobs = [self._job(question) for question in questions]
-                asked = [job for job in jobs if not isinstance(job, str)]
-                sources = partial(self._questions.sources, questions[0])
-                outcomes = self._engine.answers(asked, sources=sources) if asked else iter(())
-                for question, job in zip(questions, jobs, strict=True):
-                    line = self._line(question, job if isinstance(job, str) else next(outcomes))
+            for questions in videos:
+                for question, outcome in zip(questions, self._outcomes(questions), strict=True):
+                    line = self._line(question, outcome)
                     if ranks.group.rank == 0:
                         file.write(line)
                     bar.update()
 
-    def _line(self, question: Question, outcome: Line | JobError | str) -> Line:
+    def _line(self, question: Question, outcome: Line | str) -> Line:
         """Return the line of a question with an answer, or why there is none."""
-        if isinstance(outcome, JobError) and not outcome.of_the_input:
-            raise outcome.cause
-        if not isinstance(outcome, dict):
-            why = first_line(outcome) if isinstance(outcome, JobError) else outcome
-            outcome = {"place": question.place, "error": why}
+        if isinstance(outcome, str):
+            outcome = {"place": question.place, "error": outcome}
         named = {} if question.id is None else {"id": question.id}
         return {"index": question.index, **named, "media": media_names(question), "question": question.text, **outcome}
 
-    def _job(self, question: Question) -> Job | str:
-        """Return how a question is asked, or why it cannot be."""
-        if question.fault is not None:
-            return question.fault
-        messages, args = question.chat.to_json(), self._args
-        if not args.choices:
-            return _QuestionJob(messages=messages, sampling=args.sampling(), evidence=args.evidence, question=question)
-        if question.choice is None:
-            return "the question has no options to choose from"
-        sampling = Sampling(max_new_tokens=1)
-        return _ChoiceJob(messages=messages, sampling=sampling, question=question, choice=question.choice)
+    def _outcomes(self, questions: Sequence[Question]) -> Iterator[Line | str]:
+        """Yield the answer to each of these questions, whose media are encoded once, or why there is none."""
+        engine, faults = self._engine, [question.fault or "" for question in questions]
+        prompts: list[ChatText | str] = [*faults]
+        if not all(faults):
+            try:
+                conversation = engine.settled(partial(engine.open, partial(self._questions.sources, questions[0])))
+                for number, question in enumerate(questions):
+                    if not faults[number]:
+                        messages, length = question.chat.to_json(), self._sampling.max_new_tokens
+                        prompt = _or_reason(engine.settled, partial(conversation.prompt, messages, length))
+                        prompts[number] = prompt
+                if not all(isinstance(prompt, str) for prompt in prompts):
+                    engine.settled(conversation.encode)
+            except JobError as error:
+                prompts = [fault or _reason(error) for fault in faults]
+        answer = self._choose if self._args.choices else self._write
+        for question, prompt in zip(questions, prompts, strict=True):
+            if isinstance(prompt, str):
+                yield prompt
+            else:
+                yield _or_reason(engine.computed, partial(answer, question, conversation, prompt))
+
+    def _write(self, question: Question, conversation: Conversation, prompt: ChatText) -> Line:
+        """Return the answer in words."""
+        reply = conversation.answer(prompt, self._sampling, evidence=self._args.evidence)
+        lengths = {"prompt_tokens": reply.prompt_tokens, "answer_tokens": len(reply.tokens)}
+        line = {"answer": reply.text, "finish_reason": reply.finish_reason, "frames": conversation.frames, **lengths}
+        line |= evidence_values(reply.evidence) if self._args.evidence else {}
+        return line if question.reference is None else {**line, "reference": question.reference}
+
+    def _choose(self, question: Question, conversation: Conversation, prompt: ChatText) -> Line:
+        """Return the letter of an option."""
+        assert question.choice is not None  # or it has a fault
+        letters = question.choice.letters
+        scores = letter_log_likelihoods(conversation, prompt, conversation.tokenizer, letters)
+        best = max(letters, key=scores.__getitem__)
+        line: Line = {"answer": best, "log_likelihoods": scores, "frames": conversation.frames}
+        if question.choice.answer is not None:
+            reference = letters[question.choice.answer]
+            line |= {"reference": reference, "correct": best == reference}
+        return line | ({"categories": dict(question.categories)} if question.categories else {})
+
+
+def _or_reason(run: Callable[[Callable[[], T]], T], step: Callable[[], T]) -> T | str:
+    """Return ``run(step)``, or why a question has no answer."""
+    try:
+        return run(step)
+    except JobError as error:
+        return _reason(error)
+
+
+def _reason(error: JobError) -> str:
+    """Return why a question has no answer; raise the cause if it is not of the question."""
+    if not error.of_the_input:
+        error.raise_cause()
+    return first_line(error)
 
 
 def _finish(file: AnswerFile, questions: QuestionSet, ranks: DividedRanks) -> int:
@@ -199,7 +207,7 @@ class Question:
     reference: str | None = None  # the answer of the record
     choice: MultipleChoice | None = None
     categories: Mapping[str, str] = field(default_factory=dict)
-    fault: str | None = None  # why the record is not a question; it then has no turns
+    fault: str | None = None  # why it cannot be asked
 
     @property
     def text(self) -> str:
@@ -227,7 +235,7 @@ class QuestionSet:
         self.settings: dict[str, Any] = {"model": engine.digest, "questions": self._dataset.digest}
         self.settings |= {name: getattr(args, name) for name in _SETTINGS}
         self.settings |= {"evidence": args.evidence or None, "star": args.self_attention == "star"}
-        self._marks, self._template = engine.chat_format.marks, args.template
+        self._marks, self._template, self._choices = engine.chat_format.marks, args.template, args.choices
         self.questions = [self._question(index) for index in range(len(self._dataset))]
         if args.choices and not any(question.choice for question in self.questions):
             keys = ", ".join(OPTION_KEYS)
@@ -268,6 +276,8 @@ class QuestionSet:
             if isinstance(columns.get(key), str if key == "duration" else (str, int))
         }
         facts: dict[str, Any] = {"reference": reference, "choice": choice, "categories": categories}
+        if self._choices and choice is None:
+            facts["fault"] = "the question has no options to choose from"
         return Question(index=index, place=place, id=name, chat=Chat(tuple(turns)), **facts)
 
     def _key(self, question: Question) -> Hashable:

@@ -9,20 +9,20 @@ The conversations of the last jobs are kept, with the features of their media an
 about the same media continues such a conversation, whoever sent it: only the tokens that differ are computed.
 
 An error of one job must not end the program, and afterwards all ranks must keep the same conversations. All ranks
-therefore agree on the outcome of each step of `Engine.answers`, and on an error that a job raises before its first
-forward pass (an option that `generate` refuses, for example). An error within a pass ends the program if there are
-other ranks, because they wait for this one in a collective.
+therefore agree on the outcome of each step before an answer (`Engine.settled`), and on an error that an answer raises
+before its first forward pass (an option that `generate` refuses, for example). An error within a pass ends the program
+if there are other ranks, because they wait for this one in a collective (`Engine.computed`).
 """
 
 from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from mllm_seqpar.patching import patch_model
 
 from .arguments import ModelOptions
 from .conversation import Conversation
-from .encoding import encoder_of
+from .encoding import Progress, encoder_of
 from .job import Job, JobError, Outcome
 
 T = TypeVar("T")
@@ -97,136 +97,87 @@ class Engine:
         self.model = agree(self.comm, "options", lambda: patch_model(model, group=self.comm, config=options.config()))
         self.model.register_forward_pre_hook(lambda *_: setattr(self, "_computing", True))
 
-    def answers(
-        self,
-        jobs: Sequence[Job],
-        *,
-        sources: Callable[[], Sequence[FrameSource]] | None = None,
-        encode: Callable[[Conversation], object] = lambda conversation: conversation.encode(),
-        on_start: Callable[[Conversation], object] = lambda conversation: None,
-        together: bool = False,
-        **callbacks: Any,
-    ) -> Iterator[Any]:
-        """Yield the answer to each of several jobs about the same media, or the JobError that says why there is none.
+    def begin(
+        self, job: Job, progress: Progress | None = None, interrupted: Callable[[], bool] | None = None
+    ) -> tuple[Conversation, ChatText]:
+        """Return the conversation about the media of a job, which are encoded, and the prompt of the job.
 
-        All answers of `ask`, `chat`, `serve` and lmms-eval are given here, each when it is asked for. The media are
-        opened, the prompts are written, and the media are encoded if one of the prompts can be answered; without jobs,
-        they are only encoded, and nothing but an error is yielded. Every rank of the group calls this with the same
-        jobs.
+        The conversation is kept. If that of the same media, or of the first of them, is kept, it is continued. Every
+        rank of the group calls this with the same job.
 
         Args:
-            jobs: what is asked. Their media are opened, and their conversation is kept, or a kept one is continued.
-            sources: opens the media instead; the conversation is not kept.
-            encode: encodes the media of the conversation, or reads their features.
-            on_start: called when the media are encoded on all ranks, before the first answer.
-            together: no job is answered if one of them is refused.
-            callbacks: arguments of `Job.answer`.
+            job: what is asked.
+            progress, interrupted: as for `Conversation.encode`.
 
         Raises:
-            Exception: the ranks cannot go on together: of a transfer, of the device, or within a pass if other ranks
-                may wait for this one.
+            JobError: on all ranks, if the media cannot be read, or the prompt is refused.
         """
-        prepared = self._prepared(jobs, sources, encode, on_start, together)
-        if isinstance(prepared, JobError):  # why no job is answered
-            yield from [prepared] * max(1, len(jobs))
-            return
-        conversation, prompts = prepared
-        for job, prompt in zip(jobs, prompts, strict=True):
-            yield prompt if isinstance(prompt, JobError) else self._answer(job, conversation, prompt, callbacks)
+        media, begun = job.media, None
+        # The most of the media, from the first on, whose conversation is kept and can show the others; a conversation
+        # of text alone is continued by text alone.
+        for stop in range(len(media), 0, -1) if media else (0,):
+            kept = self._conversations.get(media[:stop])
+            if kept is not None and (stop == len(media) or kept.can_follow):
+                begun = media[:stop]
+                break
 
-    def _prepared(
-        self,
-        jobs: Sequence[Job],
-        sources: Callable[[], Sequence[FrameSource]] | None,
-        encode: Callable[[Conversation], object],
-        on_start: Callable[[Conversation], object],
-        together: bool,
-    ) -> tuple[Conversation, Sequence[ChatText | JobError]] | JobError:
-        """Return the conversation and the prompt of each job, or why there is none; a JobError if no job is answered.
+        def opened() -> Conversation:
+            earlier = None if begun is None else self._conversations[begun]
+            if earlier is not None and begun == media:
+                return earlier
+            new, decoding = media[len(begun or ()) :], self.options.decoding()
+            return self.open(lambda: [clip.open(self.chat_format, **decoding) for clip in new], earlier)
 
-        The media are encoded, unless every prompt is refused. The arguments are those of `answers`.
-        """
-        media = jobs[0].media if sources is None else ()
-        opened, fault = self.settled(lambda: self._conversation(media) if sources is None else self.open(sources))
-        if opened is None:
-            assert fault is not None
-            return fault
-        prompts: list[ChatText | JobError] = []
-        for job in jobs:
-            prompt, refusal = self.settled(partial(opened.prompt, job.messages, job.sampling.max_new_tokens))
-            prompts += [x for x in (prompt, refusal) if x is not None]
-        refusals = [prompt for prompt in prompts if isinstance(prompt, JobError)]
-        if together and refusals:
-            return refusals[0]
-        if not jobs or len(refusals) < len(jobs):
-            keep = partial(self._encode_and_keep, opened, media, encode)
-            _, fault = self.settled(partial(encode, opened) if sources is not None else keep)
-            if fault is not None:
-                return fault
-            on_start(opened)
-        return opened, prompts
+        def encode() -> None:
+            while begun is None and len(self._conversations) >= self._keep:  # free memory before it is needed
+                self._conversations.popitem(last=False)
+            conversation.encode(progress, interrupted)
+            if begun is not None:
+                del self._conversations[begun]  # whose cache continues in the new one
+            self._conversations[media] = conversation
 
-    def open(self, sources: Callable[[], Sequence[FrameSource]]) -> Conversation:
-        """Return a new conversation about the media that `sources` opens. Every rank of the group calls this.
+        conversation = self.settled(opened)
+        prompt = self.settled(partial(conversation.prompt, job.messages, job.sampling.max_new_tokens))
+        self.settled(encode)
+        return conversation, prompt
+
+    def open(self, sources: Callable[[], Sequence[FrameSource]], earlier: Conversation | None = None) -> Conversation:
+        """Return a new conversation about the media that `sources` opens, or about those of `earlier` and these.
+
+        Every rank of the group calls this.
 
         Raises:
             SeqParError: on all ranks, if one of them cannot open the media or has other numbers of frames.
         """
         opened = agree(self.comm, "media", sources, lambda found: {"frames": [len(source) for source in found]})
+        if earlier is not None:
+            return earlier.followed_by(opened)
         return Conversation(self.model, self.processor, opened, **self.options.encoding())
 
-    def _conversation(self, media: tuple[Clip, ...]) -> Conversation:
-        """Return the conversation about these media that is kept, or a new one, which may continue a kept one."""
-        begun = self._begun(media)
-        if begun == media and begun in self._conversations:
-            return self._conversations[begun]
-        decoding = self.options.decoding()
-        opened = self.open(lambda: [clip.open(self.chat_format, **decoding) for clip in media[len(begun) :]])
-        return self._conversations[begun].followed_by(opened.sources) if begun else opened
-
-    def _begun(self, media: tuple[Clip, ...]) -> tuple[Clip, ...]:
-        """Return the most of these media, from the first on, whose conversation is kept and can show the others.
-
-        A conversation of text alone is continued by text alone.
-        """
-        for stop in range(len(media), 0, -1):
-            conversation = self._conversations.get(media[:stop])
-            if conversation is not None and (stop == len(media) or conversation.can_follow):
-                return media[:stop]
-        return ()
-
-    def _encode_and_keep(
-        self, conversation: Conversation, media: tuple[Clip, ...], encode: Callable[[Conversation], object]
-    ) -> None:
-        """Encode the media of a conversation, and keep it as theirs."""
-        begun = self._begun(media)
-        continued = begun in self._conversations and (bool(begun) or not media)
-        while not continued and len(self._conversations) >= self._keep:  # free memory before the new one needs it
-            self._conversations.popitem(last=False)
-        encode(conversation)
-        if continued:
-            del self._conversations[begun]  # whose cache continues in the new one
-        self._conversations[media] = conversation
-
-    def _answer(self, job: Job, conversation: Conversation, prompt: ChatText, callbacks: Mapping[str, Any]) -> Any:
-        self._computing = False
-        try:
-            return job.answer(conversation, prompt, **callbacks)
-        except Exception as raised:
-            # Logits that are not finite are found after the answer, on all ranks together.
-            if self._computing and self.comm.size > 1 and not isinstance(raised, NonFiniteLogitsError):
-                raise
-            error = raised
-        return self._job_error(error)
-
-    def settled(self, step: Callable[[], T]) -> tuple[T | None, JobError | None]:
-        """Return (what `step` returned, None), or (None, why not) on all ranks if it failed on any of them."""
+    def settled(self, step: Callable[[], T]) -> T:
+        """Return what `step` returns; raise JobError on all ranks of the group if it fails on any of them."""
         result, error = attempt(step)
-        fault = self._job_error(error)
-        return (result, None) if fault is None else (None, fault)
+        self._raise_together(error)
+        return cast(T, result)
 
-    def _job_error(self, error: Exception | None) -> JobError | None:
-        """Return the same outcome on all ranks: None, or an error if any of them has one, whose tensors are freed."""
+    def computed(self, step: Callable[[], T]) -> T:
+        """Return what `step` returns, which runs the model. Every rank of the group calls this.
+
+        Raises:
+            JobError: on all ranks, if it fails before its first pass, by logits that are not finite, or on one process.
+            Exception: what it raised within a pass, where other ranks may wait for this one.
+        """
+        self._computing = False
+        result, error = attempt(step)
+        if error is not None:
+            # Logits that are not finite are found after the answer, on all ranks together.
+            if self._computing and self.comm.size > 1 and not isinstance(error, NonFiniteLogitsError):
+                raise error
+            self._raise_together(error)
+        return cast(T, result)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise JobError on all ranks if any of them has an error, whose tensors are freed."""
         if isinstance(error, _FATAL):
             raise error
         if error is not None:
@@ -235,18 +186,16 @@ class Engine:
         _, rows = agree(self.comm, "answering", numbers=lambda _: [own])
         outcomes = [row[0] for row in rows]
         if not any(outcomes):
-            return None
+            return
         outcome = Outcome(max(outcomes))
         if not {*outcomes} <= {Outcome.REFUSED, Outcome.INVALID}:
             self.forget()  # ranks may have kept different conversations
-        try:
-            agree(self.comm, "answering", error=error)
-        except Exception as cause:  # noqa: BLE001 - yielded
-            if outcome is Outcome.REFUSED:
-                # The frames refer to the error and to the job's features, which would live until a garbage collection.
-                cause.__traceback__ = None
-            return JobError(cause, outcome)
-        raise AssertionError("an outcome without an error")
+        _, cause = attempt(partial(agree, self.comm, "answering", error=error))
+        assert cause is not None  # some rank has an error
+        if outcome is Outcome.REFUSED:
+            # The frames refer to the error and to the job's features, which would live until a garbage collection.
+            cause.__traceback__ = None
+        raise JobError(cause, outcome) from cause
 
     def forget(self) -> None:
         """Drop all kept conversations and free their memory."""

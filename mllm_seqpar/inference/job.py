@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
-from mllm_seqpar.chats.chat_family import ChatText
 from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.errors import AgreementError, DataError, NonFiniteLogitsError, VideoError
 
-from .conversation import Conversation
-from .generation import OnText, Sampling
+from .generation import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Messages, the clips that their media parts show, in order, and how to answer; `evidence` is a number of moments.
-
-    A subclass answers in another way, or reports its answer.
-    """
+    """Messages, the clips that their media parts show, in order, and how to answer."""
 
     messages: list[dict[str, Any]]
     media: tuple[Clip, ...] = ()
     sampling: Sampling
     stop: tuple[str, ...] = ()
-    evidence: int = 0
+    evidence: int = 0  # a number of moments
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "media": [clip.to_json() for clip in self.media]})
@@ -39,18 +33,6 @@ class Job:
         values = json.loads(text)
         values["media"] = tuple(map(Clip.from_json, values["media"]))
         return cls(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
-
-    def answer(
-        self,
-        conversation: Conversation,
-        prompt: ChatText,
-        *,
-        on_text: OnText | None = None,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Any:
-        """Return the answer to the prompt of this job; `Conversation.answer` describes the arguments."""
-        options: dict[str, Any] = {"stop": self.stop, "evidence": self.evidence}
-        return conversation.answer(prompt, self.sampling, on_text=on_text, interrupted=interrupted, **options)
 
 
 class Outcome(IntEnum):
@@ -85,3 +67,7 @@ class JobError(Exception):
     def of_the_input(self) -> bool:
         """Whether another job may well be answered: the video or the question caused the error, not the options."""
         return self.outcome in (Outcome.REFUSED, Outcome.OUT_OF_MEMORY)
+
+    def raise_cause(self) -> NoReturn:
+        """Raise the cause, of which its own cause is reported, and not this error."""
+        raise self.cause from self.cause.__cause__

@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,16 +60,6 @@ class _Request(Job):
     """A job, or the text `target` whose likelihood as its answer is asked for."""
 
     target: str | None = None
-
-    def answer(self, conversation: Conversation, prompt: ChatText, **callbacks: Any) -> str | tuple[float, bool]:
-        if self.target is None:
-            return str(super().answer(conversation, prompt).text)
-        if not self.target:
-            raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
-        tokens = continuation(conversation.tokenizer, prompt.input_ids[0].tolist(), self.target)
-        tokens = tokens or conversation.tokenizer.encode(self.target, add_special_tokens=False)
-        (score,) = conversation.log_likelihoods(prompt, [tokens])
-        return -score.log_likelihood / len(tokens), score.is_greedy
 
 
 class SimpleSeqParModel(lmms):
@@ -140,11 +131,13 @@ class SimpleSeqParModel(lmms):
         answers = [padding] * len(requests)
         with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
-                (outcome,) = self._engine.answers([rows[rank][number]])
-                if isinstance(outcome, JobError):
-                    raise outcome.cause
+                try:
+                    conversation, prompt = self._engine.begin(rows[rank][number])
+                    answer = self._engine.computed(partial(_answer, rows[rank][number], conversation, prompt))
+                except JobError as error:
+                    error.raise_cause()
                 if rank == group.rank:
-                    answers[places[number]] = outcome
+                    answers[places[number]] = answer
                 bar.update()
         return answers
 
@@ -184,6 +177,18 @@ class ChatSeqParModel(SimpleSeqParModel):
         if self._system is not None and chat.turns[0].role != "system":
             chat = Chat((Turn("system", self._system), *chat.turns))
         return self._request(chat, **_generation(arguments))
+
+
+def _answer(request: _Request, conversation: Conversation, prompt: ChatText) -> str | tuple[float, bool]:
+    """Return the answer, or (negative log-likelihood per token, whether decoding would choose them) of the target."""
+    if request.target is None:
+        return conversation.answer(prompt, request.sampling, stop=request.stop).text
+    if not request.target:
+        raise DataError("a request asks for the likelihood of an empty text; check doc_to_target of the task")
+    tokens = continuation(conversation.tokenizer, prompt.input_ids[0].tolist(), request.target)
+    tokens = tokens or conversation.tokenizer.encode(request.target, add_special_tokens=False)
+    (score,) = conversation.log_likelihoods(prompt, [tokens])
+    return -score.log_likelihood / len(tokens), score.is_greedy
 
 
 def _options(pretrained: str, given: dict[str, Any]) -> InferenceOptions:

@@ -85,8 +85,6 @@ def patch_model(
 
     def check() -> tuple[Adapter, nn.Module, SeqParContext]:
         check_versions()
-        if not isinstance(model, nn.Module):
-            raise AdapterError(f"patch_model: expected a torch.nn.Module, got {type(model).__name__}; pass a model")
         assumed_alone = group is None and not dist.is_initialized()
         context = SeqParContext(comm, _resolve_config(strategy, config, options), assumed_alone=assumed_alone)
         context.config.check_ranks(comm.size)

@@ -157,7 +157,7 @@ def find_adapter(model: nn.Module) -> tuple[Adapter, nn.Module]:
         AdapterError: no adapter matches.
     """
     if not isinstance(model, nn.Module):
-        raise AdapterError(f"expected a model, a torch.nn.Module; got {type(model).__name__}")
+        raise AdapterError(f"expected a torch.nn.Module, got {type(model).__name__}; pass a model")
     candidates = adapters({c.__name__ for module in model.modules() for c in type(module).__mro__})
     for module in model.modules():
         for adapter in candidates.values():

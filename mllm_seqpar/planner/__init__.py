@@ -1,7 +1,8 @@
 """Cost and memory model: estimates for an attention call or a training step on a described cluster.
 
-`cluster` describes the machines, `simulation` runs schedules on them as events, `call_cost` estimates one attention
-call for a parallel spec and takes the fastest, and `plan` estimates a whole step. These modules are plain Python.
+`cluster` describes the machines, `simulation` runs schedules on them as events, and `call_cost` estimates one attention
+call for a parallel spec and takes the fastest. `workload` describes a step of a model (`model_sizes`): `step` adds up
+its time, `memory` its bytes on a rank, and `plan` compares strategies by both. These modules are plain Python.
 `calibrate`, which measures the machine at hand, and `auto`, which implements `strategy="auto"`, need torch.
 """
 

@@ -22,7 +22,7 @@ from mllm_seqpar.schedules.mesh_shapes import ParallelSpec
 
 from . import calibrate
 from .calibrate import AttentionShape
-from .call_cost import AttentionCall, Selection, VisibleFraction, select_strategy
+from .call_cost import Selection, VisibleFraction, select_strategy, with_overlap_ratios
 from .cluster import Cluster, read_cluster
 
 _log = get_logger(__name__)
@@ -103,13 +103,7 @@ class ClusterSelector:
                 visual=visual,
                 masked=mean < 1 and not candidates.causal,
             )
-            spec = selection.spec
-            if 1 not in spec.mesh_shape:  # a mesh orders its steps by them
-                forward, backward = (
-                    AttentionCall(problem, spec, cluster, backward=b, visible=mean).overlap_ratios
-                    for b in (False, True)
-                )
-                spec = replace(spec, overlap_ratios=(forward, backward))
+            spec = with_overlap_ratios(selection.spec, problem, cluster, mean)
             self._selections[key] = replace(selection, spec=spec)
             if (candidates.option, spec) not in self._logged:
                 self._logged.add((candidates.option, spec))

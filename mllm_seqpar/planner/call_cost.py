@@ -279,6 +279,18 @@ class AttentionCall:
         return problem.batch * problem.rows * problem.heads * head, kv, kv_heads > problem.kv_heads
 
 
+def with_overlap_ratios(
+    spec: ParallelSpec, problem: Problem, cluster: Cluster, visible: VisibleFraction = 1.0
+) -> ParallelSpec:
+    """Return the spec with the overlap ratios of a mesh on a cluster; other shapes have none."""
+    if 1 in spec.mesh_shape:
+        return spec
+    forward, backward = (
+        AttentionCall(problem, spec, cluster, backward=b, visible=visible).overlap_ratios for b in (False, True)
+    )
+    return replace(spec, overlap_ratios=(forward, backward))
+
+
 @dataclass(frozen=True)
 class Candidate(Passes):
     """A spec and the costs of a call with it; without training, backward costs nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.schedules.mesh_shapes import STRATEGIES, TEXT_STRATEGIES, ParallelSpec
@@ -34,7 +33,7 @@ class StrategyPlan(Passes):
     """The estimate of a step with one strategy."""
 
     spec: ParallelSpec  # with the fastest mesh shape that fits
-    parts: Mapping[str, Passes]  # by PARTS, of which a model without cross-attention, or a cluster, may lack some
+    parts: Mapping[str, Passes]  # by `step.PARTS`; a model or a cluster may lack some
     memory: Mapping[str, int]  # bytes of a rank by kind (`memory.KINDS`)
     fits: bool
     max_frames: int  # the most that fit
@@ -129,12 +128,10 @@ def _strategy_plan(
     workload: Workload, cluster: Cluster, candidates: Sequence[Candidate], fixed: Mapping[str, Candidate]
 ) -> StrategyPlan:
     """Plan the fastest of the candidates for the compared attention that fits; if none fits, the fastest."""
-    text = fixed.get("self-attention")
+    text_spec = fixed["self-attention"].spec if fixed else None
     if workload.self_attention == "auto":
-        workload = replace(workload, self_attention=(text or candidates[0]).spec.strategy)
-    text_spec = text.spec if text else None
-    fits = (candidate for candidate in candidates if _fits(workload, cluster, candidate.spec, text_spec))
-    fitting = next(fits, None)
+        workload = replace(workload, self_attention=(text_spec or candidates[0].spec).strategy)
+    fitting = next((call for call in candidates if _fits(workload, cluster, call.spec, text_spec)), None)
     call = fitting or candidates[0]
     parts = step_parts(workload, cluster, {**fixed, workload.compared: call})
     total = sum(parts.values(), Passes())
@@ -185,11 +182,17 @@ def attention_selection(
     if part == "self-attention":
         # One GPU has all of the text with any strategy.
         strategies = ("ring",) if workload.gpus == 1 and kind != "local" else _text_strategies(workload)
-    problem, visual = workload.problem(part), workload.visual if part == "cross-attention" else None
-    options: dict[str, Any] = {"visible": workload.visible(part), "visual": visual, "strategies": strategies}
-    options["masked"] = part == "cross-attention" and workload.visible(part) < 1
+    problem, visible, crossing = workload.problem(part), workload.visible(part), part == "cross-attention"
     try:
-        return select_strategy(problem, simulated_cluster(workload, cluster), training=workload.training, **options)
+        return select_strategy(
+            problem,
+            simulated_cluster(workload, cluster),
+            training=workload.training,
+            strategies=strategies,
+            visible=visible,
+            visual=workload.visual if crossing else None,
+            masked=crossing and visible < 1,
+        )
     except ConfigError as error:
         if part != "self-attention":
             raise

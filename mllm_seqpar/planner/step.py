@@ -31,13 +31,17 @@ def step_parts(workload: Workload, cluster: Cluster, calls: Mapping[str, Candida
     `calls` has the candidate for the attention of each part. A decoder-only model has no cross-attention. "launches" is
     the time in which the device waits for the host's launches.
     """
+    model, terms = workload.model, [*_vision(workload, cluster)]
+    for part, candidate in calls.items():
+        layers = model.cross.layers if part == "cross-attention" else model.text.layers
+        terms.append((part, _attention_call(workload, cluster, part, candidate) * layers))
     parts: dict[str, Passes] = {}
-    for part, passes in _terms(workload, cluster, calls):
+    for part, passes in [*terms, *_linear_layers(workload, cluster)]:
         parts[part] = parts.get(part, Passes()) + passes
     if cluster.layer_forward_s or cluster.layer_backward_s:
-        computed, layers = parts["self-attention"] + parts["MLP"], workload.model.text.layers
-        forward = max(0.0, layers * cluster.layer_forward_s - computed.forward.seconds)
-        backward = max(0.0, layers * cluster.layer_backward_s - computed.backward.seconds)
+        computed = parts["self-attention"] + parts["MLP"]
+        forward = max(0.0, model.text.layers * cluster.layer_forward_s - computed.forward.seconds)
+        backward = max(0.0, model.text.layers * cluster.layer_backward_s - computed.backward.seconds)
         parts["launches"] = Passes(Cost(forward), Cost(backward))
     parts["parameters"] = _parameters(workload, cluster, sum(parts.values(), Passes()))
     if not workload.training:
@@ -45,14 +49,6 @@ def step_parts(workload: Workload, cluster: Cluster, calls: Mapping[str, Candida
     if workload.answer:
         parts["decoding"] = _decoded_token(workload, cluster) * workload.answer
     return parts
-
-
-def _terms(workload: Workload, cluster: Cluster, calls: Mapping[str, Candidate]) -> Iterator[Term]:
-    yield from _vision(workload, cluster)
-    for part, candidate in calls.items():
-        layers = workload.model.cross.layers if part == "cross-attention" else workload.model.text.layers
-        yield part, _attention_call(workload, cluster, part, candidate) * layers
-    yield from _linear_layers(workload, cluster)
 
 
 def _linear_layers(workload: Workload, cluster: Cluster) -> Iterator[Term]:

@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mllm_seqpar.chats.answer_tokens import Span, target_mask
 from mllm_seqpar.chats.chat import Chat, without_nulls
 from mllm_seqpar.chats.forms import plain_part
-from mllm_seqpar.errors import DataError, require_one_of
+from mllm_seqpar.errors import DataError, ShapeError, require_one_of
 from mllm_seqpar.models.auto_classes import LocalCode, write_code
 
 Messages = Sequence[Mapping[str, Any]]
@@ -346,6 +346,36 @@ def flattened(media: Any, counts: Sequence[int], mark: str, noun: str, nested: b
 def is_video(item: Any) -> bool:
     """Return whether an item of a list is a video, and not a frame of one."""
     return isinstance(item, (str, os.PathLike, Mapping, list, tuple)) or getattr(item, "ndim", 0) == 4
+
+
+def frame_list(images: Any) -> list[Any]:
+    """Return a list of images from one image, an array or tensor of several, or any iterable of images."""
+    if isinstance(images, (np.ndarray, Tensor)):
+        return list(images) if images.ndim == 4 else [images]
+    return [images] if hasattr(images, "convert") or isinstance(images, str) else list(images)
+
+
+def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str | None = None) -> Tensor:
+    """Return the image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
+    if hasattr(frame, "convert"):  # a PIL image; PIL may not be installed
+        frame, layout = np.array(frame.convert("RGB") if convert_rgb else frame), "channels_last"
+    if isinstance(frame, np.ndarray):
+        frame = torch.from_numpy(np.ascontiguousarray(frame))
+    channels = {"channels_first": (0,), "channels_last": (2,), None: (2, 0)}[layout]
+    axes = [axis for axis in channels if isinstance(frame, Tensor) and frame.dim() == 3 and frame.shape[axis] == 3]
+    if not axes:
+        what = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
+        raise ShapeError(f"frame {number} is {what}; expected an image, (height, width, 3) or (3, height, width)")
+    if axes[0] == 2:
+        frame = frame.permute(2, 0, 1)
+    if frame.dtype != torch.uint8 and not frame.is_floating_point():
+        raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")
+    if frame.is_floating_point() and frame.numel() and not (frame.min() >= 0 and frame.max() <= 1):
+        raise ShapeError(
+            f"frame {number} is floating-point with values from {frame.min():.3g} to {frame.max():.3g}; expected 0 "
+            "to 1, or uint8"
+        )
+    return frame
 
 
 def returned(data: dict[str, Any], return_tensors: str | None) -> BatchFeature:

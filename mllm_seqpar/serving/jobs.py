@@ -4,7 +4,7 @@ Ranks that wait for a job are in a collective, which fails when the timeout of t
 may make them wait for days. A thread on rank 0 therefore sends an empty job every few seconds. It also notices a rank
 that has ended or does not answer, and a rank whose connection to rank 0 breaks raises.
 
-An error of one job must not end the program: `Engine.answers` returns it on all ranks.
+An error of one job must not end the program: the engine raises it on all ranks.
 """
 
 from __future__ import annotations
@@ -134,16 +134,18 @@ class Worker:
         on_text: OnText | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Answer:
-        (outcome,) = self.engine.answers(
-            [job],
-            encode=lambda conversation: conversation.encode(progress, interrupted),
-            on_start=lambda _: on_start(),
-            on_text=on_text,
-            interrupted=interrupted or (lambda: False),
+        conversation, prompt = self.engine.begin(job, progress, interrupted)
+        on_start()
+        return self.engine.computed(
+            lambda: conversation.answer(
+                prompt,
+                job.sampling,
+                stop=job.stop,
+                evidence=job.evidence,
+                on_text=on_text,
+                interrupted=interrupted or (lambda: False),  # a function on all ranks; that of rank 0 decides
+            )
         )
-        if isinstance(outcome, JobError):
-            raise outcome from outcome.cause
-        return outcome
 
 
 @contextmanager

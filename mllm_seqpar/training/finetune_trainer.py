@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -45,7 +46,7 @@ from .batches import BatchReader, SampleOrder
 from .checkpoints import CheckpointClock, RunLayout
 from .run_log import TerminalLog
 from .stored_tower import ARGUMENT, TowerReplay
-from .trainer import SeqParTrainer, frame_arguments_of, with_host_frames
+from .trainer import SeqParTrainer, with_host_frames
 
 _log = get_logger(__name__)
 
@@ -131,10 +132,8 @@ class FineTuneTrainer(SeqParTrainer):
             yield from map(attrgetter("arguments"), self._read(reader, passes, order.micro_batches))
 
         stream = _Stream(epoch, order.steps_per_epoch * order.micro_batches)
-        return DataLoader(stream, batch_size=None, collate_fn=self._frames_on_host)
-
-    def _frames_on_host(self, arguments: Any) -> Any:
-        return with_host_frames(arguments, frame_arguments_of(self.model))
+        frames_on_host = partial(with_host_frames, names=self._frame_arguments)
+        return DataLoader(stream, batch_size=None, collate_fn=frames_on_host)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the data and the samples of this group's passes, for `evaluation_loop`, which reads them itself.
@@ -225,7 +224,7 @@ class FineTuneTrainer(SeqParTrainer):
         self.model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for samples, batch in zip(passes, batches, strict=True):
-                inputs = self._prepare_inputs(self._frames_on_host(batch.arguments))
+                inputs = self._prepare_inputs(with_host_frames(batch.arguments, self._frame_arguments))
                 loss = self._forward(self.model, inputs).loss
                 if samples:
                     targets = batch.targets

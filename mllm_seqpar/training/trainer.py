@@ -113,12 +113,14 @@ class SeqParMixin(_Base):
         self._patch(self.model, group, seqpar)
         if getattr(self, "ref_model", None) is not None:
             self._patch(self.ref_model, group, seqpar, self.accelerator.autocast)
-        set_fsdp_units(self.accelerator, find_adapter(self.model)[1])
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
+        family, inner = find_adapter(self.model)
+        set_fsdp_units(self.accelerator, inner)
+        self._frame_arguments: tuple[str, ...] = getattr(family, "frame_arguments", ())  # those that hold frames
         if self._trl is None:  # whose trainers change the frames of a batch
-            names = frame_arguments_of(self.model)
-            context = context_length(getattr(find_adapter(self.model)[1], "config", None))
-            self.data_collator: Any = functools.partial(_collate_on_host, self.data_collator, names, context)
+            context = context_length(getattr(inner, "config", None))
+            collate = functools.partial(_collate_on_host, self.data_collator, self._frame_arguments, context)
+            self.data_collator: Any = collate
 
     def _patch(self, model: nn.Module, group: Any, seqpar: SeqParConfig | None, autocast: Any = None) -> None:
         inner = find_adapter(model)[1]
@@ -451,11 +453,6 @@ def patched_degree(model: Any, seqpar: SeqParConfig | None) -> int | None:
             f"{patch.context.config}; leave seqpar out, or call unpatch_model(model) first"
         )
     return patch.context.comm.size
-
-
-def frame_arguments_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments that hold frames and may be `HostFrames`."""
-    return getattr(find_adapter(model)[0], "frame_arguments", ())
 
 
 def _collate_on_host(collate: Any, names: Sequence[str], context: int | None, samples: Any) -> Any:

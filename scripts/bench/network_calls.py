@@ -39,6 +39,7 @@ from mllm_seqpar.comm import Communicator, Pending, Recv, Send
 from mllm_seqpar.kernels import FinalRows, registry
 from mllm_seqpar.masks import BlockMasks, Intervals
 from mllm_seqpar.planner import AttentionCall, Cluster, ParallelSpec
+from mllm_seqpar.planner.call_cost import with_overlap_ratios
 from mllm_seqpar.schedules.bytes_sent import Problem, expanded, mesh_bytes, ulysses_bytes
 from mllm_seqpar.schedules.mesh_shapes import mesh_shapes_of
 from namespaces import Network
@@ -154,10 +155,8 @@ class Mode:
         keys, dtype = (k.shape[2],) * comm.size, accumulation(self.accumulate_dtype, q.dtype)
         problem = problem_of(q.shape, k.shape, keys, q.dtype, self.accumulate_dtype)
         spec = self.spec
-        if network is not None and spec.strategy == "mesh":
-            calls = (AttentionCall(problem, spec, network, backward=b) for b in (False, True))
-            forward, backward = (call.overlap_ratios for call in calls)
-            spec = replace(spec, overlap_ratios=(forward, backward))
+        if network is not None:
+            spec = with_overlap_ratios(spec, problem, network)
         blocks = BlockMasks.full(q.shape[0], q.shape[2], keys)
         call = call_spec_for(spec, blocks, problem, dtype, self.overlap)
         comm = comm if self.transfers else without_transfers(comm)

@@ -226,8 +226,9 @@ def _model_forward(family: Family[Any]) -> Any:
         try:
             inputs = family.inputs(text_arguments(family, text), **given)
         except Exception as error:
-            # The ranks compare the inputs of a pass that begins a text, but not those of every other one.
-            if cache is not None and not (isinstance(cache, Cache) and cache.get_seq_length() == 0):
+            # Several ranks compare the inputs of a pass that begins a text, but not those of every other one.
+            begins = cache is None or (isinstance(cache, Cache) and cache.get_seq_length() == 0)
+            if family.context.comm.size == 1 or not begins:
                 raise
             inputs = ForwardInputs(frames=None, frames_are_features=False, compared_tensors={}, error=error)
         return Pass(family, inputs, logits_to_keep, kwargs).run()

@@ -12,8 +12,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import SavedWithCode, auto_map
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import returned
-from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
+from mllm_seqpar.processors.base import frame_list, returned, to_tensor
 
 from .media import ImagePixelOptions, resized_patches
 

@@ -22,9 +22,17 @@ from mllm_seqpar.chats.clip import VideoSource
 from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.hub import hub_options
 from mllm_seqpar.models.moss_vl.configuration import MossVLConfig
-from mllm_seqpar.processors.base import TENSORS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video, texts_of
+from mllm_seqpar.processors.base import (
+    TENSORS,
+    TEXT_ARGUMENTS,
+    NativeProcessor,
+    flattened,
+    frame_list,
+    is_video,
+    texts_of,
+    to_tensor,
+)
 from mllm_seqpar.processors.mplug_owl3.chat import IM_END, IMAGE, MEDIA, VIDEO, Piece, expand_media
-from mllm_seqpar.processors.mplug_owl3.image_processing import frame_list, to_tensor
 from mllm_seqpar.videos.media_files import local_media
 from mllm_seqpar.videos.video import scan
 

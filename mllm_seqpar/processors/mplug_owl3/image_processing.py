@@ -23,10 +23,10 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import get_size_dict
 from transformers.processing_utils import ImagesKwargs
 
-from mllm_seqpar.errors import DataError, ShapeError
+from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.auto_classes import SavedWithCode, auto_map
 from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
-from mllm_seqpar.processors.base import returned
+from mllm_seqpar.processors.base import frame_list, returned, to_tensor
 
 Frame = Any
 """An image: PIL image, path or URL, or array or tensor, (H, W, 3) or (3, H, W), uint8 (0 to 255) or floating (0 to 1).
@@ -235,34 +235,3 @@ def _pillow() -> Any:
     except ImportError:
         return None
     return Image
-
-
-def frame_list(images: Any) -> list[Frame]:
-    """Return a list of images from one image, an array or tensor of several, or any iterable of images."""
-    if isinstance(images, (np.ndarray, Tensor)):
-        return list(images) if images.ndim == 4 else [images]
-    return [images] if hasattr(images, "convert") or isinstance(images, str) else list(images)
-
-
-def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str | None = None) -> Tensor:
-    """Return the image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
-    if hasattr(frame, "convert"):  # a PIL image; PIL may not be installed
-        frame, layout = np.array(frame.convert("RGB") if convert_rgb else frame), "channels_last"
-    if isinstance(frame, np.ndarray):
-        frame = torch.from_numpy(np.ascontiguousarray(frame))
-    channels = {"channels_first": (0,), "channels_last": (2,), None: (2, 0)}[layout]
-    axes = [axis for axis in channels if isinstance(frame, Tensor) and frame.dim() == 3 and frame.shape[axis] == 3]
-    if not axes:
-        what = tuple(frame.shape) if isinstance(frame, Tensor) else type(frame).__name__
-        raise ShapeError(f"frame {number} is {what}; expected an image, (height, width, 3) or (3, height, width)")
-    if axes[0] == 2:
-        frame = frame.permute(2, 0, 1)
-    if frame.dtype != torch.uint8 and not frame.is_floating_point():
-        raise ShapeError(f"frame {number} is {frame.dtype}; expected uint8 from 0 to 255, or floating from 0 to 1")
-    if frame.is_floating_point() and frame.numel() and not (frame.min() >= 0 and frame.max() <= 1):
-        raise ShapeError(
-            f"frame {number} is floating-point with values from {frame.min():.3g} to {frame.max():.3g}; expected 0 "
-            "to 1, or "
-            "uint8"
-        )
-    return frame

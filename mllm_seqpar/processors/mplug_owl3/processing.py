@@ -20,11 +20,20 @@ from mllm_seqpar.errors import DataError, require_one_of
 from mllm_seqpar.models.hub import hub_options
 from mllm_seqpar.models.mplug_owl3.checkpoint import processor_options
 from mllm_seqpar.models.mplug_owl3.configuration import MPlugOwl3Config
-from mllm_seqpar.processors.base import PARTS, TEXT_ARGUMENTS, NativeProcessor, flattened, is_video, returned, texts_of
+from mllm_seqpar.processors.base import (
+    PARTS,
+    TEXT_ARGUMENTS,
+    NativeProcessor,
+    flattened,
+    frame_list,
+    is_video,
+    returned,
+    texts_of,
+)
 
 from . import chat
 from .chat import IMAGE, TEMPLATES, VIDEO, Message, Piece
-from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor, frame_list
+from .image_processing import Grid, ImageOptions, MPlugOwl3ImageProcessor
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _OPTIONS = ("video_span", "cut_enable", "cut_template")

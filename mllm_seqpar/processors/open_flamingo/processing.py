@@ -12,7 +12,7 @@ from transformers.processing_utils import ImagesKwargs, TextKwargs
 from mllm_seqpar.chats.chat import Allowed, Chat
 from mllm_seqpar.errors import DataError
 from mllm_seqpar.models.open_flamingo.configuration import END_OF_CHUNK, IMAGE, OpenFlamingoConfig
-from mllm_seqpar.processors.base import PARTS, NativeProcessor, flattened, returned, texts_of
+from mllm_seqpar.processors.base import PARTS, NativeProcessor, flattened, frame_list, returned, texts_of
 
 _REFUSED = {"text_pair", "text_target", "text_pair_target", "is_split_into_words", "return_overflowing_tokens"}
 _REFUSED |= {"return_mm_token_type_ids", "return_text_replacement_offsets", "sanitize_control_tokens"}
@@ -121,7 +121,9 @@ class OpenFlamingoProcessor(NativeProcessor):
         """
         texts, arguments = texts_of(text), self._arguments(kwargs)
         counts = [sample.count(IMAGE) for sample in texts]
-        by_text = _images_of_texts(self._fetched(images), counts)
+        listed = None if images is None else frame_list(self._fetched(images))
+        remaining = iter(flattened(listed, counts, IMAGE, "images"))
+        by_text = [[next(remaining) for _ in range(count)] for count in counts]
         tokens = self._tokens(texts, counts, arguments["text_kwargs"])
         vision = self._vision(by_text, arguments["images_kwargs"])
         data = {"lang_x": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "vision_x": vision}
@@ -163,11 +165,3 @@ class OpenFlamingoProcessor(NativeProcessor):
     @property
     def model_input_names(self) -> list[str]:
         return ["lang_x", "attention_mask", "vision_x"]
-
-
-def _images_of_texts(images: Any, counts: Sequence[int]) -> list[list[Any]]:
-    """Return the images of each text; one list of all images is divided by the numbers of placeholders."""
-    if images is not None and not isinstance(images, (list, tuple)):
-        images = list(images) if getattr(images, "ndim", 3) > 3 else [images]
-    remaining = iter(flattened(images, counts, IMAGE, "images"))
-    return [[next(remaining) for _ in range(count)] for count in counts]

@@ -17,7 +17,8 @@ from family_directories import MAKERS, make_idefics
 from mllm_seqpar.data import VideoSource, chat_family
 from mllm_seqpar.errors import ConfigError, DataError
 from mllm_seqpar.inference.ask import ask
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_processor
+from model_copies import load_model
 from ranks import ranks
 
 QUESTIONS = ("What is it?", "First this <|video|> and then?")

@@ -49,7 +49,7 @@ def slow(*cases: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("op", "mask", "sizes"),
     slow_unless(
-        lambda row: row[0] == "lv" or row[1] == "random",
+        lambda row: row[1] == "random" or (row[0] == "lv" and row[1] in (None, "nothing", "some rows", "holes")),
         [
             (op, m, ((2, 3, 5), (1, 8, 4))[(i + j) % 2])
             for j, op in enumerate(("lv", "ring"))
@@ -114,7 +114,13 @@ def test_causal_text(text: str, layout: str) -> None:
         check(n, op="causal", rows=8 * n, batch=3, layout=layout, shared_keys=True)
 
 
-@pytest.mark.parametrize("mask", [*MASKS, "far frame", "one sample in one place", "own sample"])
+@pytest.mark.parametrize(
+    "mask",
+    slow_unless(
+        lambda mask: mask in (None, "random", "nothing", "holes", "far frame", "own sample"),
+        [*MASKS, "far frame", "one sample in one place", "own sample"],
+    ),
+)
 def test_one_softmax_over_text_and_frames(mask: str | None) -> None:
     """The frames of a batch may be folded and pruned, and their results merge with batched text."""
     for n, layout, text, shared in (
@@ -125,7 +131,7 @@ def test_one_softmax_over_text_and_frames(mask: str | None) -> None:
         check(n, op="joint", rows=19, batch=2, mask=mask, layout=layout, text=text, shared_keys=shared)
 
 
-@pytest.mark.parametrize(("frames", "n"), [(13, 1), (5, 2), (13, 3), *slow((5, 4)), (1, 4)])
+@pytest.mark.parametrize(("frames", "n"), [(13, 1), (5, 2), *slow((13, 3), (5, 4)), (1, 4)])
 def test_frames_in_two_ranges_of_a_rank(frames: int, n: int) -> None:
     common: dict[str, Any] = {"op": "joint", "rows": 19, "batch": 2, "frame_layout": "zigzag", "frames": frames}
     for (mask, table), shared in zip(

@@ -22,6 +22,7 @@ from PIL import Image, PngImagePlugin
 
 from chats import chat, write_rows
 from clips import write_clip
+from launch import PYTHON
 from mllm_seqpar.chats.forms import read_record
 from mllm_seqpar.chats.needle import make_tokenizer
 from mllm_seqpar.chats.records import open_records
@@ -228,9 +229,9 @@ def test_ranks_that_open_a_table_at_once_read_the_same_rows(tmp_path: Path, medi
         "import json, sys; from mllm_seqpar.chats.records import open_records; records = open_records(sys.argv[1]);"
         "print(records.digest, json.dumps([records.record(index) for index in range(len(records))]))"
     )
-    command = [sys.executable, "-c", code, str(path)]
+    command = [*PYTHON, "-c", code, str(path)]
     env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
-    ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     (rows,) = {rank.communicate(timeout=120)[0] for rank in ranks}
     assert rows and not any(rank.returncode for rank in ranks)
 

@@ -18,7 +18,7 @@ from mllm_seqpar.inference.ask import ask
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.data_set import Answerer, AnswerFile, answer_data_set
 
-pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
+pytestmark = pytest.mark.usefixtures("load_models_once")
 CPU = torch.device("cpu")
 OPTIONS = ["--num_frames", 4, "--max_new_tokens", 6, "--no_progress"]
 COLOURS = {"options": ["red", "green", "blue"], "answer": "B"}

@@ -22,7 +22,7 @@ from mllm_seqpar.inference.stored_features import save_video
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3ForConditionalGeneration, MPlugOwl3Processor
 from mllm_seqpar.sharding import FrameShard
 
-pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
+pytestmark = pytest.mark.usefixtures("load_models_once")
 CPU = torch.device("cpu")
 QUESTIONS = ("What is it?", "Which one comes first, <|video|> or this?")
 ENCODE = ["--no_progress", "--encode_batch", "3"]

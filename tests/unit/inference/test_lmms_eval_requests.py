@@ -55,7 +55,7 @@ def test_options_of_model_args_that_are_stated_elsewhere_or_unknown_are_refused(
 
 def test_likelihood_of_an_empty_text_is_refused(model: Any) -> None:
     with pytest.raises(DataError, match="empty text"):
-        model._Request(messages=[], sampling=Sampling(), target="").answer(None, None)
+        model._answer(model._Request(messages=[], sampling=Sampling(), target=""), None, None)
 
 
 @pytest.mark.parametrize("name", ["gated", "moss_vl"])

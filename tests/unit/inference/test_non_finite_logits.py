@@ -18,9 +18,10 @@ from mllm_seqpar.inference.ask import ask_videos
 from mllm_seqpar.inference.conversation import Conversation
 from mllm_seqpar.inference.data_set import AnswerFile, answer_data_set
 from mllm_seqpar.inference.generation import FiniteLogits
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_processor
+from model_copies import load_model
 
-pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
+pytestmark = pytest.mark.usefixtures("load_models_once")
 CPU = torch.device("cpu")
 GOOD, BAD = "Which one?", "Which one!"
 FRAMES = ["--num_frames", "3", "--no_progress"]

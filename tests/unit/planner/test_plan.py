@@ -18,6 +18,7 @@ from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.masks.frame_mask import frame_masks
 from mllm_seqpar.patches.sizes import mplug_owl3 as model_sizes
 from mllm_seqpar.planner import Cluster, ParallelSpec, read_cluster
+from mllm_seqpar.planner.cluster import Cost
 from mllm_seqpar.planner.memory import (
     CHUNK_BYTES,
     COMMUNICATOR_BYTES,
@@ -128,6 +129,19 @@ def test_backward_depends_on_what_is_trained_and_recomputed() -> None:
     projection = 4 * 256 * 729 * 3584 * 4 * 128 / A100.matmul * OWL.cross.layers  # of the gradient of the features
     frozen = backward("cross-attention", trained="language")
     assert frozen == pytest.approx(backward("cross-attention") - projection)
+
+
+@pytest.mark.parametrize("name", ["mplug-owl3-7b", "idefics-9b", "llama-3.2-11b-vision", "open-flamingo-9b"])
+def test_forward_pass_costs_what_the_forward_part_of_a_step_costs(name: str) -> None:
+    again = {"checkpointing": True, "recompute_attention": True}
+    for options in ({}, again, {"self_attention": "local", "mlp_chunk_size": 64}, {"self_attention": "ulysses"}):
+        given: dict[str, Any] = {"model": read_model(name), "gpus": 4, "batch": 2} | options
+        inference, *steps = (lv_plan(trained=trained, **given).parts for trained in ("none", "all", "connector"))
+        assert all(passes.backward == Cost() for passes in inference.values())
+        for parts in steps:
+            assert {part: passes.forward for part, passes in parts.items()} == {
+                part: passes.forward for part, passes in inference.items()
+            }
 
 
 def test_features_have_a_gradient_where_something_before_them_is_trained() -> None:

@@ -24,13 +24,14 @@ from mllm_seqpar.inference.encoding import Interrupted
 from mllm_seqpar.inference.engine import Engine
 from mllm_seqpar.inference.generation import Answer
 from mllm_seqpar.inference.job import Job, JobError, Outcome
-from mllm_seqpar.models.loading import load_model, load_processor
+from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.serving.chat import ChatOptions
 from mllm_seqpar.serving.jobs import Worker
+from model_copies import load_model
 from selections import slow_unless
 
-pytestmark = pytest.mark.usefixtures("load_one_model_at_a_time")
+pytestmark = pytest.mark.usefixtures("load_models_once")
 CPU = torch.device("cpu")
 FEW = Sampling(max_new_tokens=5)
 
@@ -56,12 +57,12 @@ def job(*media: Clip, question: str = "What is it?", sampling: Sampling = FEW) -
     return Job(messages=[{"role": "user", "content": content}], media=media, sampling=sampling)
 
 
-def answer(engine: Engine, asked: Job, **options: Any) -> Answer:
-    (found,) = engine.answers([asked], encode=lambda conversation: conversation.encode(*options.values()))
-    if isinstance(found, JobError):
-        raise found.cause
-    assert isinstance(found, Answer)
-    return found
+def answer(engine: Engine, asked: Job, progress: Any = None, interrupted: Any = None) -> Answer:
+    try:
+        conversation, prompt = engine.begin(asked, progress, interrupted)
+        return engine.computed(lambda: conversation.answer(prompt, asked.sampling, evidence=asked.evidence))
+    except JobError as error:
+        error.raise_cause()
 
 
 def run(worker: Worker, asked: Job, **options: Any) -> Answer:
