@@ -375,6 +375,19 @@ def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> No
         read_record(record)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "x", "answer": "y", "video_name": "", "option": "", "a0": []},  # empty cells of a table
+        {"question": "x", "answer": "y", "video": "a.mp4", "video_name": "a", "image_id": 7},
+        {"messages": [asks(video("a.mp4"), "x"), says("y")], "video_id": "a", "a0": "z"},
+        llava("x", "y", image="", clips_score=0.5, answer_type="A"),
+    ],
+)
+def test_keys_that_name_nothing_further_are_ignored(record: Any) -> None:
+    assert read_record(record).turns[-1].text == "y"
+
+
 def test_choices_have_texts_letters_and_categories() -> None:
     choice = read_choice(VIDEO_MME)
     options = ("One.", "Two.", "Three.", "Four.")
