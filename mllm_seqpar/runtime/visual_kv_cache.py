@@ -12,6 +12,7 @@ pass after those of another. K and V of the earlier frames stay where they are; 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -87,7 +88,8 @@ class VisualKVCache:
     def frames_of(self, mask: FrameMask, comm: Communicator) -> Frames:
         """Return the frames of a pass whose rows every rank has; those of the last pass if its mask was equal."""
         if self._last is None or not mask.equals(self._last[0]):
-            self._last = mask, Frames.of_rows(self, mask, comm, self.sizes)
+            # In a reference cycle, K and V would stay in memory until Python's garbage collector runs.
+            self._last = mask, Frames.of_rows(weakref.proxy(self), mask, comm, self.sizes)
         return self._last[1]
 
     @property
