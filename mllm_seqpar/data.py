@@ -6,9 +6,9 @@ from mllm_seqpar.chats.clip import FrameSource, ImageListSource, VideoSource
 from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.store import FeatureStore, open_features, save_features
 from mllm_seqpar.models.digests import model_fingerprint
-from mllm_seqpar.videos.frame_choice import FrameChoice
+from mllm_seqpar.videos.frame_choice import FrameChoice, plan_frames
 from mllm_seqpar.videos.reader import read_frames
-from mllm_seqpar.videos.video import FramePlan, VideoInfo, plan_frames, probe, scan, source_meta
+from mllm_seqpar.videos.video import FramePlan, VideoInfo, probe, scan, source_meta
 
 __all__ = [
     "ChatBatch",

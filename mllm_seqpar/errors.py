@@ -146,6 +146,15 @@ def translated(make: abc.Callable[[str], SeqParError]) -> abc.Iterator[None]:
         raise make(reason(error)) from error
 
 
+@contextmanager
+def placed(place: str, kind: type[SeqParError], raised: type[SeqParError] | None = None) -> abc.Iterator[None]:
+    """Put `place` before the text of an error of class `kind`, then one of class `raised`, by default `kind`."""
+    try:
+        yield
+    except kind as error:
+        raise (raised or kind)(f"{place}: {error}") from error
+
+
 def reading(what: str, remedy: str, kind: type[SeqParError] = DataError) -> AbstractContextManager[None]:
     """Return a context in which whatever a library raises becomes an error of class `kind`: what (why); remedy."""
     return translated(lambda why: kind(f"{what} ({why}); {remedy}"))

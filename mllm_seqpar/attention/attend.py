@@ -40,7 +40,7 @@ from mllm_seqpar.kernels.base import merge, merge_
 
 from .call_spec import Placement
 from .executor import BlockMath, distributed_backward, distributed_forward
-from .kept_results import running_region
+from .kept_results import count_dispatch_modes, running_region, without_stored_operators
 from .keys import Keys, WholeKeys
 from .streamed import StreamedKeys, streamed_backward, streamed_forward
 
@@ -69,6 +69,8 @@ class _JointAttention(torch.autograd.Function):
         q = q.contiguous()
         region = None if recompute or not any(ctx.needs_input_grad) else running_region()
         compute = functools.partial(_forward, comm, block_math, key_sets, q, q.dtype)
+        if count_dispatch_modes():
+            compute = without_stored_operators()(compute)
         o, lse = compute() if region is None else region.once(compute, "attention")
         saved: list[Tensor] = []
         ctx.counts, ctx.keys = [], []

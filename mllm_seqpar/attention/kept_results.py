@@ -22,7 +22,8 @@ The position is `len(frame.weak_holders)` in forward, and `frame.recomp_counter`
 Hooks and frame are internal to torch (their names are the same from 2.11 to 2.15). If they are not recognised, results
 are computed again, which is exact but slower. This also holds for
 
-- regions with a `context_fn`: selective checkpointing finds the operators that it stores by counting all operators;
+- regions with a `context_fn`, such as selective checkpointing, from which the operators within attention are hidden
+  (`without_stored_operators`);
 - calls inside further hooks for saved tensors within the region, such as `save_on_cpu`;
 - regions inside other regions, in the recomputation of the outer one; their own recomputation finds the results;
 - results that were changed in place after the call.
@@ -33,15 +34,19 @@ properties of the model's code, except torch's debug mode of checkpointing, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 Results = tuple[Tensor, ...]
+
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""Return how many modes see operators, among them selective checkpointing; most passes have none."""
 
 _HOOKS_MODULE = "torch.utils.checkpoint"
 _ATTRIBUTE = "_mllm_seqpar_kept_results"
@@ -102,6 +107,31 @@ def running_region() -> Region | None:
         return Region(kept, position, recomputes, _variable(frame.recompute_fn, "preserve_rng_state"))
     except (AttributeError, TypeError, ValueError):  # another version of torch
         return None
+
+
+@contextmanager
+def without_stored_operators() -> Iterator[None]:
+    """Hide operators from selective checkpointing, which would store the results of some and return them again.
+
+    Attention changes such results in place. torch does not notice this if an alias is changed, such as what
+    `torch.matmul` returns of a result of `aten.bmm`, and the recomputation would begin with the changed values.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if type(mode).__module__ != _HOOKS_MODULE]
+    if len(others) == len(modes):
+        yield
+        return
+    for _ in modes:
+        _pop_mode()
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 def _variable(function: FunctionType, name: str) -> Any:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from mllm_seqpar.digests import file_digest
 from mllm_seqpar.errors import ConfigError, DataError, VideoError, reading
-from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice
+from mllm_seqpar.videos.frame_batches import stacked
+from mllm_seqpar.videos.frame_choice import DEFAULT_FRAMES, FrameChoice, plan_frames
 from mllm_seqpar.videos.images import image_size, read_image
 from mllm_seqpar.videos.media_files import local_media, require_content
-from mllm_seqpar.videos.prefetch import stacked
 from mllm_seqpar.videos.reader import check_range, read_frames
-from mllm_seqpar.videos.video import FramePlan, plan_frames, probe, source_meta
+from mllm_seqpar.videos.video import FramePlan, probe, source_meta
 
 from .frame_store import FrameFile, FrameStore
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from mllm_seqpar.digests import digest_of
-from mllm_seqpar.errors import ConfigError, DataError, VideoError
+from mllm_seqpar.errors import ConfigError, DataError, VideoError, placed
 from mllm_seqpar.videos.frame_choice import FrameChoice
 from mllm_seqpar.videos.media_files import is_remote, media_size
 
@@ -98,20 +98,15 @@ class ChatDataset(Dataset[ChatSample]):
 
     def __getitem__(self, index: int) -> ChatSample:
         chat, place = self.chat(index), self.records.place(index)
-        try:
-            sources = tuple(self.source(index, medium) for medium in chat.media)
-        except VideoError as error:
-            raise VideoError(f"{place}: {error}") from error
-        return ChatSample(place, chat, sources)
+        with placed(place, VideoError):
+            return ChatSample(place, chat, tuple(self.source(index, medium) for medium in chat.media))
 
     def chat(self, index: int, *, answered: bool = True) -> Chat:
         """Return the conversation of a record, see `read_record`; DataError names its place."""
         marks = self._chat_format.marks if self._chat_format else ()
-        try:
+        with placed(self.records.place(index), DataError):
             record = self.records.record(index)
             return read_record(record, template=self._template, marks=marks, answered=answered)
-        except DataError as error:
-            raise DataError(f"{self.records.place(index)}: {error}") from error
 
     def messages(self, index: int) -> list[dict[str, Any]]:
         """Return the messages of a record, see `chat`."""

@@ -13,8 +13,8 @@ Media parts:
 - {"type": "image", "path": FILE}, one frame, or one frame per tile if the model's processor cuts images into tiles
 
 A path may be a URL. Relative paths start at the folder of the JSONL file. A record may have a text `system`, which
-becomes the first message, and further keys, such as an id, but none that name media or tools outside the messages.
-Messages and parts have no further keys.
+becomes the first message, and further keys, such as an id, but none that name media, times or tools outside the
+messages. Messages and parts have no further keys.
 
 `read_record` detects other layouts (LLaVA, OpenAI, ms-swift, questions, captions, multiple choice) and writes their
 messages in ours, which `Chat.parse` reads. If a layout is unknown, the error names what was found. `records` reads data
@@ -39,9 +39,6 @@ from .records import VIDEO_ID
 
 _UNSUPPORTED_KEYS = ("audio", "audios", "tools")
 """Keys of records whose content is refused in all layouts."""
-
-_REFUSED_KEYS = {"image", "images", "video", "videos", *FRAME_FIELDS}
-"""Keys of records whose content is refused beside messages that show no media of the record's lists."""
 
 _TURN_WEIGHTS = ("weight", "loss", "loss_scale", "train", "training")
 _TURN_KEYS = (*_TURN_WEIGHTS, "loss_mask", "mask", "train_detail", "tool_calls")
@@ -69,6 +66,14 @@ _CLIP_KEYS = {"start": ("start", "video_start", "start_time"), "end": ("end", "v
 """The keys that state a clip of the video, of a record (as in MVBench) or of a content part (as Qwen's)."""
 
 _ALL_CLIP_KEYS = [key for keys in _CLIP_KEYS.values() for key in keys]
+
+_SAMPLING_KEYS = dict.fromkeys([*FRAME_FIELDS, *_ALL_CLIP_KEYS])
+"""The keys of a record that say which frames of its video are used."""
+
+_OUTSIDE = "outside the messages"
+_IN_PARTS = (
+    'media are parts of a message, such as {"type": "video", "path": "a.mp4"}, and audio and tools are not supported'
+)
 _PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
 _TIME = re.compile(r"(?:(?:\d+:)?\d+:)?\d+(?:\.\d+)?")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -102,13 +107,11 @@ def read_record(
         raise DataError(f'is {record!r:.60}; needs "messages", a list of {{"role": ..., "content": ...}}')
     allowed = replace(FILES, marks=marks)
     messages = _messages(record, template, answered)
-    _refuse(_UNSUPPORTED_KEYS, record)
+    _refuse(record, _UNSUPPORTED_KEYS, _OUTSIDE, _IN_PARTS)
     chat = Chat.parse(messages, allowed)
-    if not chat.media and (names := [key for key in record if _NAMES_MEDIA.fullmatch(key) and record[key]]):
-        raise DataError(
-            f"names a video or image by {names[0]!r} ({record[names[0]]!r:.60}), which would be ignored; give its path "
-            "by 'video' or 'image', or leave the key out if the text is about no video"
-        )
+    if not chat.media:
+        remedy = "give its path by 'video' or 'image', or leave the key out if the text is about no video"
+        _refuse(record, filter(_NAMES_MEDIA.fullmatch, record), "but shows no video or image", remedy)
     if answered:
         chat.check_targets()
     else:
@@ -143,18 +146,18 @@ def _messages(record: Mapping[str, Any], template: str, answered: bool) -> Any:
 
 
 def _from_messages(record: Mapping[str, Any]) -> Any:
-    messages, refused = record["messages"], _REFUSED_KEYS
+    messages, used = record["messages"], set[str]()
+    names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
     if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
         messages = [plain_message(message) for message in messages]
-        names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
         media_keys = [key for key in record if record[key] and (key in names or _FILE_NAME.search(key))]
         to_fill = [part for message in messages for part in _split(message) if _is_open(part)]
         own = [part for message in messages for part in _parts(message) if _is_open(part)]
         # Without lists of files, `Chat.parse` states the place of a part without a path. Texts have no such place.
         if len(to_fill) > len(own) or (to_fill and media_keys):
             messages = _fill(messages, record)
-            refused = _REFUSED_KEYS - {*media_keys, *FRAME_FIELDS}
-    _refuse(refused, record)
+            used = {*media_keys, *_SAMPLING_KEYS}
+    _refuse(record, [key for key in [*names, *_SAMPLING_KEYS] if key not in used], _OUTSIDE, _IN_PARTS)
     return messages
 
 
@@ -163,13 +166,10 @@ def _has_content(value: Any) -> bool:
     return bool(value) or isinstance(value, (int, float))
 
 
-def _refuse(keys: Iterable[str], record: Mapping[str, Any]) -> None:
-    """Raise DataError if one of these keys has content."""
-    if given := [key for key in sorted(keys) if _has_content(record.get(key))]:
-        raise DataError(
-            f"has the key {given[0]!r} outside the messages, which would be ignored; media are parts of a "
-            'message, such as {"type": "video", "path": "a.mp4"}, and audio and tools are not supported'
-        )
+def _refuse(record: Mapping[str, Any], keys: Iterable[str], where: str, remedy: str) -> None:
+    """Raise DataError if one of these keys has content, which nothing reads; `where` says why."""
+    if stated := next((key for key in keys if _has_content(record.get(key))), None):
+        raise DataError(f"has {stated} {record[stated]!r:.60} {where}, so it would be ignored; {remedy}")
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,12 +232,10 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
         question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
     else:
-        if options := [key for key in record if _ONE_OPTION.fullmatch(key)]:
-            raise DataError(
-                f"has the key {options[0]!r} ({record[options[0]]!r:.60}), which would be ignored; give the options as "
-                f"one list, by {', '.join(map(repr, OPTION_KEYS))}"
-            )
-        question, answer = record["question"], record.get("answer", "")
+        unread = [key for key in record if _ONE_OPTION.fullmatch(key) or (key in ANSWER_KEYS and key != "answer")]
+        remedy = f"give the options as one list, by {', '.join(map(repr, OPTION_KEYS))}, or an open answer by 'answer'"
+        _refuse(record, unread, "but no list of options", remedy)
+        question, answer = record["question"], "" if record.get("answer") is None else record["answer"]
         if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):
@@ -281,12 +279,9 @@ def _media(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _check_sampling(record: Mapping[str, Any], media: Sequence[Mapping[str, Any]]) -> None:
     """Raise DataError if a record without a video of its own states which frames of it are used."""
-    given = [key for key in ("fps", "num_frames", "max_frames") if _has_content(record.get(key))]
-    if given and all(part["type"] != "video" for part in media):
-        raise DataError(
-            f"has {given[0]} {record[given[0]]!r:.60} but names no video, so it would be ignored; leave it out, or "
-            "null in rows of a table without a video"
-        )
+    if all(part["type"] != "video" for part in media):
+        remedy = "leave it out, or null in rows of a table without a video"
+        _refuse(record, _SAMPLING_KEYS, "but names no video", remedy)
 
 
 def _clip(given: Mapping[str, Any]) -> dict[str, Any]:

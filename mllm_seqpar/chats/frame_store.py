@@ -25,10 +25,11 @@ import numpy as np
 from torch import Tensor
 
 from mllm_seqpar.errors import DataError, VideoError, reading
+from mllm_seqpar.videos.decode_options import decode_threads
 from mllm_seqpar.videos.files import atomic_write, write_json
+from mllm_seqpar.videos.frame_batches import FrameBatches
 from mllm_seqpar.videos.images import jpeg_of
-from mllm_seqpar.videos.prefetch import FrameBatches, read_ahead
-from mllm_seqpar.videos.reader import decode_threads
+from mllm_seqpar.videos.prefetch import read_ahead
 from mllm_seqpar.videos.video import FramePlan, source_meta
 
 from .store import Store

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.videos.video import write_video
+from mllm_seqpar.videos.video_writer import write_video
 
 COLOURS = {
     "red": (230, 30, 30),

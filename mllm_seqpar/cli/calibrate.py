@@ -13,7 +13,7 @@ from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner.calibrate import AttentionShape, calibrate, kernel_rates
 from mllm_seqpar.planner.cluster import cluster_text
-from mllm_seqpar.videos.reader import decode_rate
+from mllm_seqpar.videos.decode_cost import decode_rate
 
 from .launch import DEVICES, DTYPES, ranks_with_options
 from .options import CommandOptions, option, parse_options

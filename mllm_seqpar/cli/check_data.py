@@ -23,7 +23,7 @@ from mllm_seqpar.chats.data_set import ChatDataset
 from mllm_seqpar.chats.frame_store import FrameStore
 from mllm_seqpar.chats.multiple_choice import DEFAULT_TEMPLATE
 from mllm_seqpar.errors import ConfigError, DataError, SeqParError
-from mllm_seqpar.videos.reader import frames_to_decode
+from mllm_seqpar.videos.decode_cost import frames_to_decode
 from mllm_seqpar.videos.video import probe
 
 from .options import option, parse_options

@@ -8,8 +8,8 @@ from typing import Any
 from mllm_seqpar.config import CHOICES, SeqParConfig
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.kernels import kernel_names
+from mllm_seqpar.videos.decode_options import DECODERS, check_decoding
 from mllm_seqpar.videos.frame_choice import FRAME_FIELDS, FrameChoice
-from mllm_seqpar.videos.reader import DECODERS, check_decoding
 
 from .options import CommandOptions, option, parse_tile
 

@@ -32,8 +32,8 @@ from mllm_seqpar.comm import as_communicator
 from mllm_seqpar.comm.agreement import agree, attempt
 from mllm_seqpar.errors import PASSED, ConfigError, DataError
 from mllm_seqpar.sharding import FrameShard
+from mllm_seqpar.videos.decode_options import decode_threads
 from mllm_seqpar.videos.prefetch import begin_ahead
-from mllm_seqpar.videos.reader import decode_threads
 
 from .stored_tower import ARGUMENT, TowerReplay, has_outputs
 

@@ -20,7 +20,7 @@ from mllm_seqpar.chats.batch import ChatSample, collate, load_local_images
 from mllm_seqpar.chats.chat import Allowed, Chat, Turn
 from mllm_seqpar.chats.chat_family import chat_family
 from mllm_seqpar.chats.clip import Clip, FrameSource
-from mllm_seqpar.errors import ConfigError, DataError
+from mllm_seqpar.errors import ConfigError, DataError, placed
 from mllm_seqpar.processors.base import frame_list, to_tensor
 from mllm_seqpar.videos.frame_choice import FrameChoice
 
@@ -95,10 +95,8 @@ class SeqParDataCollator:
         samples = []
         for number, chat in enumerate(chats):
             place = f"conversation {number} of the batch"
-            try:
+            with placed(place, DataError):
                 chat.check_order()
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
             samples.append(ChatSample(place, chat, tuple(self._source(medium) for medium in chat.media)))
         batch = collate(samples, self.processor, self.max_length)
         text, labels = batch.text, batch.labels
@@ -129,12 +127,10 @@ class SeqParDataCollator:
         if medium.kind == "video" and not _is_file(source):
             medium = replace(medium, source=tuple(frame_list(source)))
         numbers = count()
-        try:
+        with placed("a part of type video", ConfigError, DataError):
             return medium.open(
                 self._chat_format, frames=self._frames, locate=lambda image: _file_or_tensor(image, next(numbers))
             )
-        except ConfigError as error:
-            raise DataError(f"a part of type video: {error}") from error
 
 
 def _is_file(source: Any) -> bool:
@@ -163,10 +159,8 @@ def _chat(number: int, example: Example, key: str) -> Chat:
         raise DataError(
             f"example {number}: {key} is {messages!r:.80}; expected messages {{'role': ..., 'content': ...}}"
         )
-    try:
+    with placed(f"example {number}", DataError):
         chat = Chat.parse(messages, _ALLOWED)
-    except DataError as error:
-        raise DataError(f"example {number}: {error}") from error
     contents: list[list[Any]] = [list(turn.parts) for turn in chat.turns]
     for kind, columns in _COLUMNS.items() if key in ("messages", "prompt") else ():
         column: Any = next((example[name] for name in columns if example.get(name) is not None), [])

@@ -301,7 +301,8 @@ class SeqParMixin(_Base):
                 duplicate = torch.arange(rows, device=labels.device)[:, None] >= real
                 inputs = {**inputs, "labels": labels.masked_fill(duplicate, -100)}
         inner = find_adapter(model)[1]
-        if not prediction_loss_only:
+        # transformers' Seq2SeqTrainer may generate predictions, by the same inputs, and returns tokens.
+        if not prediction_loss_only and not getattr(self.args, "predict_with_generate", False):
             mode = _patch_of(inner).context.config.logits
             if "logits_to_keep" in inspect.signature(inner.forward).parameters:
                 text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
@@ -321,6 +322,8 @@ class SeqParMixin(_Base):
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
         count_streamed_samples(dataloader)
+        if self.sequence_parallel_size > 1:
+            self.gather_function = self._gather_once  # Seq2SeqTrainer has replaced it
         result = super().evaluation_loop(dataloader, *args, **kwargs)
         reshard(self.model)
         return result

@@ -1,4 +1,4 @@
-"""Which frames of a video are used: one class for data, commands and requests, and the order in which they apply.
+"""Which frames of a video are used: a choice by data, commands and requests, and the plan of frames that follows.
 
 Priority: request or command options, then values in the data, then `DEFAULT_FRAMES`:
 
@@ -9,13 +9,17 @@ docs/guides/data.md states the order for users.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from mllm_seqpar.errors import ConfigError
+from mllm_seqpar.errors import ConfigError, VideoError
+
+from .video import FramePlan, VideoInfo, scan
 
 _TIMED = ("fps", "start", "end")
 _T = TypeVar("_T")
@@ -107,3 +111,59 @@ FRAME_FIELDS = tuple(item.name for item in fields(FrameChoice))
 
 DEFAULT_FRAMES = FrameChoice(fps=1.0)
 """The frames of a video if neither the data nor the caller sets a sampling."""
+
+
+def plan_frames(
+    info: VideoInfo,
+    *,
+    fps: float | None = None,
+    num_frames: int | None = None,
+    max_frames: int | None = None,
+    start: float | None = None,
+    end: float | None = None,
+) -> FramePlan:
+    """Choose frames of a video or of a clip of it: `fps` per second, `num_frames` evenly spaced, or all of them.
+
+    Args:
+        fps: take frames at 0, 1/fps, 2/fps, ... seconds; every frame once if the video's rate is not higher.
+        num_frames: take the frames in the middle of this many equal parts; every frame once if there are not more.
+        max_frames: if `fps` (or all frames) gives more than this, take this many as by `num_frames`.
+        start, end: seconds after the first frame at which the clip begins, and before which it ends; None: those of
+            the video, which is not extended by an `end` after its own. Times of the plan remain those of the video.
+
+    Raises:
+        ConfigError: see `FrameChoice`.
+        VideoError: the clip begins after the end of the video.
+    """
+    FrameChoice(fps=fps, num_frames=num_frames, max_frames=max_frames, start=start, end=end)  # checks them
+    first, length = _clip(info, start, end)
+    native = Fraction(info.frames) / (info.length * info.time_base)
+    if fps is not None and fps < native:
+        # Below half a millionth, the short fraction would be 0.
+        rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(fps)
+        step = 1 / (rate * info.time_base)  # ticks between planned frames
+        count = -(-length // step)  # ceil: all k with k * step < length
+        if max_frames is None or count <= max_frames:
+            # In a clip that ends before the video, rounding must not reach the frame at the end.
+            last = math.ceil(first + length) - 1 if first + length < info.start + info.length else math.inf
+            return info.plan(int(min(round(first + k * step), last)) for k in range(int(count)))
+    frames = info.frames if length == info.length else math.ceil(native * length * info.time_base)
+    limit = min(n for n in (num_frames, max_frames, math.inf) if n is not None)
+    if limit >= frames:
+        ticks = (info if info.ticks is not None else scan(info.path)).ticks or ()
+        if length == info.length:
+            return info.plan(ticks)
+        ticks = tuple(tick for tick in ticks if first <= tick < first + length) or (int(first),)
+        if len(ticks) <= limit:  # not if the clip has more frames a second than the video has on average
+            return info.plan(ticks)
+    step = length / Fraction(limit)
+    return info.plan(int(first + (i + Fraction(1, 2)) * step) for i in range(int(limit)))
+
+
+def _clip(info: VideoInfo, start: float | None, end: float | None) -> tuple[Fraction, Fraction]:
+    """Return the first tick and the number of ticks of the clip from `start` to `end` seconds; see `plan_frames`."""
+    begin = Fraction(start or 0).limit_denominator(1_000_000) / info.time_base
+    if begin >= info.length:
+        raise VideoError(f"{info.path}: the clip starts at {start:g} s, but the video has {info.duration:.3f} s")
+    stop = info.length if end is None else Fraction(end).limit_denominator(1_000_000) / info.time_base
+    return info.start + begin, min(Fraction(info.length), Fraction(stop)) - begin

@@ -108,14 +108,16 @@ def read_image(name: str, size: tuple[int, int] | None) -> Tensor:
 
 
 def animation_frames(name: str | os.PathLike[str]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (start, duration, image) of each frame of an animation: milliseconds, and RGB (height, width, 3), uint8."""
+    """Yield (start, duration, image) of each frame of an animation: milliseconds, upright RGB (height, width, 3)."""
     start = 0
     with _open_image(name) as (file, _):
+        turn = _TRANSPOSITIONS.get(_orientation(file))
         for number in range(file.n_frames):
             file.seek(number)
             file.load()
             duration = file.info.get("duration") or 100  # as browsers do
-            yield start, duration, np.array(file.convert("RGB"))
+            image = file.convert("RGB")
+            yield start, duration, np.array(image if turn is None else image.transpose(turn))
             start += duration
 
 

@@ -266,7 +266,7 @@ def calls_of(size: int, decodes: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 387, 64), (2, False, 881, 122), (2, True, 208, 38)]
+    ("size", "decodes", "a_pass", "a_layer"), [(1, False, 384, 65), (2, False, 878, 123), (2, True, 206, 38)]
 )
 def test_pass_takes_few_calls(size: int, decodes: bool, a_pass: int, a_layer: int) -> None:
     """The host must stay ahead of the device. Calls of the loopback transport do not count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from family_cases import BATCHES, EXACT, FUSED, QWENS
+from family_cases import BATCHES, CROSS_ATTENTION, EXACT, FUSED, QWENS
 from family_harness import (
     FAMILIES,
     TOLERANCE,
@@ -170,6 +172,34 @@ def test_checkpoint_wrappers_of_open_flamingo_equal_unpatched(decoder: str, patc
         return replace(found, grads=grads)
 
     check_step(run_loopback(2, train), expected)
+
+
+SELECTIVE = [
+    *((family, {}) for family in CROSS_ATTENTION),
+    *((family, {}) for family in QWENS),
+    ("mplug_owl3", {"visual_offload": "cpu"}),
+    ("mllama", {"strategy": "ulysses", "self_attention": "ulysses", "mlp_chunk_size": 5}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), slow_unless(lambda row: row == ("mllama", {}), SELECTIVE))
+def test_selective_checkpointing_equals_unpatched(family: str, options: dict[str, Any]) -> None:
+    """It stores results of operators, of which attention changes some in place."""
+    family_module(family)
+    case = BATCHES[family]
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+
+    def train(comm: Any) -> Outcome:
+        model = model_of(family, case).train()
+        wrap = functools.partial(wrapping.checkpoint_wrapper, context_fn=contexts)
+        layers = {m for name, m in model.named_modules() if re.search(r"(layers|blocks)\.\d+$", name)}
+        wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=layers.__contains__)
+        found = step(model, inputs_of(family, case, model), comm, **options)
+        grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in found.grads.items()}
+        return replace(found, grads=grads)
+
+    check_step(run_loopback(2, train), reference(family, case))
 
 
 def _call_with_other_weights(model: Any, inputs: dict[str, Any]) -> Tensor:

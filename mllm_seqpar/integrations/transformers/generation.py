@@ -17,6 +17,7 @@ from mllm_seqpar.comm import Communicator
 from mllm_seqpar.comm.agreement import agree
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.patching import Patch
+from mllm_seqpar.sharding import tensor_of
 
 
 def patch_generate(
@@ -33,6 +34,8 @@ def patch_generate(
     @takes_cache
     @functools.wraps(unpatched)
     def generate(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        # As `forward` does; the batches of `SeqParTrainer` have `HostFrames`.
+        kwargs = {name: tensor_of(x) for name, x in kwargs.items()}
         kwargs |= {} if cache is None else cache_argument(cache)
         config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
         records = patch.context.records

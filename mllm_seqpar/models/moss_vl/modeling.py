@@ -170,7 +170,7 @@ class MossVLTextModel(Qwen3VLTextModel):
         kwargs["position_embeddings"] = self.rotary_emb(inputs_embeds, position_ids)
         hidden_states = inputs_embeds
         for layer in self.layers:
-            if not isinstance(layer, MossVLCrossAttentionDecoderLayer):
+            if not hasattr(layer, "cross_attn"):  # the class may be that of a wrapper, such as a CheckpointWrapper
                 hidden_states = layer(
                     hidden_states, attention_mask=mask, use_cache=use_cache, **cache_argument(cache), **kwargs
                 )

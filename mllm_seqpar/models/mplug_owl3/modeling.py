@@ -196,8 +196,7 @@ class MPlugOwl3ForConditionalGeneration(MPlugOwl3PreTrainedModel, MPlugOwl3Gener
     @property
     def frame_modules(self) -> list[nn.Module | None]:
         """The modules that compute with frames: the tower, the projector, and the projections to visual K and V."""
-        layers = [layer for layer in self.language_model.model.layers if isinstance(layer, HyperDecoderLayer)]
-        projections = [part for layer in layers for name, part in layer.named_modules() if name.endswith("v_kv_proj")]
+        projections = [part for name, part in self.language_model.named_modules() if name.endswith("v_kv_proj")]
         return [self.vision_model, self.vision2text_model, *projections]
 
     def _frame_features(self, pixel_values: Tensor | None, image_embeds: Tensor | None) -> Tensor | None:

@@ -207,7 +207,7 @@ class MPlugOwl3Processor(NativeProcessor):
         self, samples: list[list[Piece]], images: Any, videos: Any, arguments: Mapping[str, Mapping[str, Any]]
     ) -> BatchFeature:
         counts = {kind: [chat.placeholders([sample]).count(kind) for sample in samples] for kind in (IMAGE, VIDEO)}
-        if isinstance(videos, str) or (isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4):
+        if isinstance(videos, (str, os.PathLike)) or (isinstance(videos, (np.ndarray, Tensor)) and videos.ndim == 4):
             videos = [videos]  # a single video
         clips = [] if videos is None else videos_of(videos, counts[VIDEO], arguments["videos_kwargs"])
         processor, stills, grids = self._stills(images, counts[IMAGE], arguments["images_kwargs"])

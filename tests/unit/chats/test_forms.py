@@ -201,6 +201,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [asks(video("a.mp4", fps=2, start=3))],
     ),
+    "question without an answer in a table": (
+        {"image": "1.png", "question": "What?", "answer": None, "option": None},
+        [asks(image("1.png"), "What?"), says("")],
+    ),
     "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 
@@ -239,12 +243,12 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         ({"messages": []}, 'needs "messages", a list of'),
         (
             {"messages": [asks("x"), says("y")], "images": ["1.png"]},
-            "has the key 'images' outside the messages, w",
+            r"has images \['1.png'\] outside the messages, so it would be ignored; media are parts of a message",
         ),
-        ({"messages": [asks("x"), says("y")], "tools": [{}]}, "has the key 'tools' outside the messages"),
-        (llava("x", "y", tools=[{"name": "f"}]), "has the key 'tools' outside the messages, which would be ignored"),
-        ({"question": "x", "answer": "y", "audio": "a.wav"}, "has the key 'audio' outside the messages"),
-        ({"image": "1.png", "text": "x", "audios": ["a.wav"]}, "has the key 'audios' outside the messages"),
+        ({"messages": [asks("x"), says("y")], "tools": [{}]}, r"has tools \[{}\] outside the messages"),
+        (llava("x", "y", tools=[{"name": "f"}]), "has tools .* outside the messages, so it would be ignored"),
+        ({"question": "x", "answer": "y", "audio": "a.wav"}, "has audio 'a.wav' outside the messages"),
+        ({"image": "1.png", "text": "x", "audios": ["a.wav"]}, r"has audios \['a.wav'\] outside the messages"),
         (llava("x", "y", system=["z"]), r"system is \['z'\]; expected a text, which becomes the first message"),
         (
             {
@@ -273,6 +277,23 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         (
             {"messages": [{"role": "user", "content": "<image>\nWhat?"}, says("It.")]},
             r"has 0 files \(\) and the placeholders <image>; write one for each file",
+        ),
+        *(
+            ({"messages": [asks("x"), says("y")], key: value}, f"has {key} {value!r} outside the messages")
+            for key, value in (("image_path", "1.png"), ("video_path", "a.mp4"), ("fps", 2), ("start_time", "0:01"))
+        ),
+        (
+            {"messages": [asks({"type": "image"}), says("It.")], "images": ["1.png"], "start": 3},
+            "has start 3 but names no video, so it would be ignored; leave it out, or null in rows",
+        ),
+        ({"image": "1.png", "question": "x", "answer": "y", "end_time": 3}, "has end_time 3 but names no video"),
+        ({"image": "1.png", "text": "A cat.", "start": 0}, "has start 0 but names no video"),
+        *(
+            (
+                {"video": "a.mp4", "question": "x", **answers},
+                "has correct_answer 'B' but no list of options, so it would be ignored; give the options as one",
+            )
+            for answers in ({"correct_answer": "B"}, {"answer": "It.", "correct_answer": "B"})
         ),
         (
             {"messages": [asks(video("a.mp4"), "<video>What?"), says("It.")]},
@@ -319,7 +340,10 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
         ({"question": "x", "answer": "y", "video": "a.mp4", "end": 3, "end_time": 3}, "has both 'end' and 'end_time'"),
         ({"text": "no image"}, "which is not a known format"),
         *(
-            (record | {key: value}, f"names a video or image by '{key}' .*, which would be ignored; give its path by")
+            (
+                record | {key: value},
+                f"has {key} {value!r} but shows no video or image, so it would be ignored; give its path by",
+            )
             for record in ({"question": "x", "answer": "y"}, llava("x", "y"), {"messages": [asks("x"), says("y")]})
             for key, value in (
                 ("video_name", "v_1"),  # ActivityNet-QA
@@ -328,12 +352,11 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
                 ("yt_clip_link", "https://youtu.be/a"),  # CinePile
             )
         ),
-        ({"question": "x", "answer": "y", "video_id": 6513}, "names a video or image by 'video_id' .6513., which"),
-        ({"messages": [asks("x"), says("y")], "video_path": "a.mp4"}, "names a video or image by 'video_path'"),
+        ({"question": "x", "answer": "y", "video_id": 6513}, "has video_id 6513 but shows no video"),
         *(
             (
                 {"question": "x", "answer": "1", "video": "a.mp4", key: "red"},
-                f"has the key '{key}' .'red'., which would",
+                f"has {key} 'red' but no list of options, so",
             )
             for key in ("option", "option 0", "option0", "a0", "A")
         ),
@@ -350,6 +373,19 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
 def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_record(record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "x", "answer": "y", "video_name": "", "option": "", "a0": []},  # empty cells of a table
+        {"question": "x", "answer": "y", "video": "a.mp4", "video_name": "a", "image_id": 7},
+        {"messages": [asks(video("a.mp4"), "x"), says("y")], "video_id": "a", "a0": "z"},
+        llava("x", "y", image="", clips_score=0.5, answer_type="A"),
+    ],
+)
+def test_keys_that_name_nothing_further_are_ignored(record: Any) -> None:
+    assert read_record(record).turns[-1].text == "y"
 
 
 def test_choices_have_texts_letters_and_categories() -> None:

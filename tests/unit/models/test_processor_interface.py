@@ -229,6 +229,7 @@ class TestMedia:
         for given, frames in (({}, 2), ({"fps": 5}, 10), ({"num_frames": 3}, 3)):
             found = processor.apply_chat_template(chat, tokenize=True, processor_kwargs=given)
             assert len(found["pixel_values"]) == (found["media_offset"] >= 0).sum() == frames
+        assert len(processor(text="<|video|>", videos=Path(path))["pixel_values"]) == 2
         with pytest.raises(DataError, match="fps: 1 of the videos are frames already"):
             processor(text="<|video|>", videos=[[picture(), picture()]], fps=2)
 

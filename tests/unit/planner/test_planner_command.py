@@ -14,7 +14,7 @@ from mllm_seqpar.cli import calibrate
 from mllm_seqpar.cli.calibrate import measure
 from mllm_seqpar.errors import ConfigError
 from mllm_seqpar.planner import read_cluster
-from mllm_seqpar.videos import reader
+from mllm_seqpar.videos import decode_cost
 
 RUN = "--model mplug-owl3-7b --frames 4096 --text 8192 --gpus 16 --cluster a100-80g-4x4"
 QWEN = "--model qwen2_5_vl_7b --gpus 8 --cluster a100-80g-8xN --frames 1024 --text 1024"
@@ -163,7 +163,7 @@ def test_plan_draws_a_timeline(tmp_path: Path) -> None:
 def small_video(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `calibrate` measure decoding with a video that is written in milliseconds."""
     for name, value in (("_HEIGHT", 72), ("_WIDTH", 128), ("_FRAMES", 30)):
-        monkeypatch.setattr(reader, name, value)
+        monkeypatch.setattr(decode_cost, name, value)
 
 
 @pytest.mark.usefixtures("small_video")

@@ -16,8 +16,8 @@ from mllm_seqpar.chats.needle import make_needle_videos
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import ChatDataset, FrameChoice, VideoSource
 from mllm_seqpar.errors import ConfigError
-from mllm_seqpar.videos import reader
-from mllm_seqpar.videos.reader import frames_to_decode
+from mllm_seqpar.videos import decode_options
+from mllm_seqpar.videos.decode_cost import frames_to_decode
 from mllm_seqpar.videos.video import scan
 
 
@@ -39,12 +39,12 @@ def test_more_threads_than_cores_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(reader, "available_cores", lambda: 8)
+    monkeypatch.setattr(decode_options, "available_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         for threads in (None, 2, 3):
-            reader.check_decoding(threads, "pyav")
+            decode_options.check_decoding(threads, "pyav")
     (record,) = caplog.records
     assert record.getMessage() == (
         "--decode_threads 3 on 4 ranks of this machine is more than its 8 cores, which decodes no faster; leave it "
@@ -58,7 +58,7 @@ def test_a_decoder_that_is_not_installed_is_one_sentence(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"--decoder torchcodec needs the module .* pip install 'mllm-seqpar\[torch"):
-        reader.check_decoding(None, "torchcodec")
+        decode_options.check_decoding(None, "torchcodec")
 
 
 def test_options_reach_the_decoder(tmp_path: Path, used: list[Any]) -> None:

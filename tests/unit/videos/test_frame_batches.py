@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mllm_seqpar.videos.prefetch import FrameBatches
+from mllm_seqpar.videos.frame_batches import FrameBatches
 
 
 def images(*sizes: tuple[int, int]) -> list[np.ndarray]:

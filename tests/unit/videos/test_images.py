@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps, ImageSequence, features
 
-from mllm_seqpar.data import ImageListSource
+from mllm_seqpar.data import ImageListSource, plan_frames, probe, read_frames
 from mllm_seqpar.errors import VideoError
 from mllm_seqpar.videos.images import image_size, is_animated_webp, is_image_file, read_image
 
@@ -175,6 +175,18 @@ def test_memory_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Image, "open", exhausted)
     with pytest.raises(MemoryError):
         read_image(str(tmp_path / "a.png"), None)
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 6, 8, 9])
+def test_frames_of_an_animated_webp_are_upright(tmp_path: Path, orientation: int) -> None:
+    images, exif, path = [Image.fromarray(SCENE), Image.fromarray(255 - SCENE)], Image.Exif(), tmp_path / "a.webp"
+    exif[0x0112] = orientation
+    images[0].save(path, save_all=True, append_images=images[1:], exif=exif, lossless=True)
+    with Image.open(path) as file:
+        turned = [ImageOps.exif_transpose(image.convert("RGB")) for image in ImageSequence.Iterator(file)]
+    info, (frames,) = probe(path), read_frames(plan_frames(probe(path)))
+    assert (info.height, info.width) == frames.shape[2:]
+    assert np.array_equal(frames.permute(0, 2, 3, 1).numpy(), np.stack(turned))
 
 
 def test_animated_webp_is_known_by_its_content(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from clips import write_clip
 from mllm_seqpar.cli.check_data import check
 from mllm_seqpar.data import VideoSource, plan_frames, probe, read_frames, scan
 from mllm_seqpar.errors import VideoError
-from mllm_seqpar.videos.reader import frames_to_decode
+from mllm_seqpar.videos.decode_cost import frames_to_decode
 from mllm_seqpar.videos.shown_frames import BestEffort, ascending, shown_frames
 
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg command is not installed")

@@ -22,7 +22,7 @@ from torch import Tensor
 from clips import decode_all, shown_at, write_clip
 from mllm_seqpar.data import FramePlan, ImageListSource, VideoSource, plan_frames, probe, read_frames, scan
 from mllm_seqpar.errors import ConfigError, VideoError
-from mllm_seqpar.videos import reader
+from mllm_seqpar.videos import cursors
 from mllm_seqpar.videos.video import VideoInfo
 
 UNEVEN = [5000 + int(t) for t in np.cumsum(np.random.default_rng(1).integers(10, 300, 60))]
@@ -53,14 +53,14 @@ class Decoded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: collections.Counter[int] = collections.Counter()
-        decode = reader._Cursor._decode
+        decode = cursors.TimeCursor._decode
 
-        def counted(cursor: reader._Cursor, *arguments: Any) -> Iterator[tuple[int, Any]]:
+        def counted(cursor: cursors.TimeCursor, *arguments: Any) -> Iterator[tuple[int, Any]]:
             for frame in decode(cursor, *arguments):
                 self.threads[threading.get_ident()] += 1
                 yield frame
 
-        monkeypatch.setattr(reader._Cursor, "_decode", counted)
+        monkeypatch.setattr(cursors.TimeCursor, "_decode", counted)
 
 
 def test_frames_that_nothing_refers_to_are_decoded_only_if_wanted(
@@ -78,14 +78,14 @@ class CountedPackets:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded = 0
-        open_video = reader.open_video
+        open_video = cursors.open_video
 
         @contextmanager
         def opened(path: str) -> Iterator[tuple[Any, Any]]:
             with open_video(path) as (container, stream):
                 yield Watched(container, demux=lambda of: map(self.packet, container.demux(of))), stream
 
-        monkeypatch.setattr(reader, "open_video", opened)
+        monkeypatch.setattr(cursors, "open_video", opened)
 
     def packet(self, packet: Any) -> Any:
         def decode() -> Any:
@@ -146,8 +146,8 @@ def test_two_ranges_are_read_by_one_reader(
     chunk = len(plan) // 8
     ranges = [range(chunk, 2 * chunk), range(6 * chunk, 7 * chunk)]
     expected = torch.cat([read(plan, part.start, part.stop, threads=threads) for part in ranges])
-    opened, open_video = [], reader.open_video
-    monkeypatch.setattr(reader, "open_video", lambda path: opened.append(path) or open_video(path))
+    opened, open_video = [], cursors.open_video
+    monkeypatch.setattr(cursors, "open_video", lambda path: opened.append(path) or open_video(path))
     (whole,) = read_frames(plan, ranges=ranges[:1], batch=1000, threads=threads)
     for_one, decoded = len(opened), Decoded(monkeypatch)
     found = torch.cat([*read_frames(plan, ranges=ranges, batch=7, threads=threads)])
