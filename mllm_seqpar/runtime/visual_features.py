@@ -88,7 +88,7 @@ class VisualFeatures:
         """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode."""
         within = fsdp_units_among(project.modules)
         if torch.is_grad_enabled() and (self.features.requires_grad or trained_parameters(project.modules)):
-            return call_within(within, lambda x: _project_at_once(project, x, self.index, dtype), self.features)
+            return call_within(within, lambda x: project_chunks(project, x, self.index, dtype, True), self.features)
         # Also in grad mode: autograd saves nothing of a frozen projection, unless a hook uses a trained tensor.
         return call_within(within, lambda: project_chunks(project, self.features, self.index, dtype))
 
@@ -107,23 +107,18 @@ def unit_chunks(features: Tensor) -> list[slice]:
 _WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
 
 
-def _project_at_once(
-    project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    k, v = project(features, index)
-    return k.to(dtype).contiguous(), v.to(dtype).contiguous()
-
-
 def project_chunks(
-    project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
+    project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype, at_once: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return k and v (1, G, units * tokens, D), contiguous.
 
-    Unless autograd saves them, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    Only one chunk of intermediate results is alive at a time, and k and v exist once, unless autograd saves them.
+    `at_once` projects all units in one call, for autograd to save what it needs.
     """
     chunks, tokens = unit_chunks(features), features.shape[1]
-    if len(chunks) == 1:
-        return _project_at_once(project, features, index, dtype)
+    if at_once or len(chunks) == 1:
+        k, v = project(features, index)
+        return k.to(dtype).contiguous(), v.to(dtype).contiguous()
     whole: tuple[Tensor, ...] = ()
     for chunk in chunks:
         parts = [x.to(dtype) for x in project(features[chunk], index[chunk])]
