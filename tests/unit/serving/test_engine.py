@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,29 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         finally:
             gc.enable()
         return freed == [True]
+
+    assert on_ranks(1, inference_files / "gated", body) == [True]
+
+
+@pytest.mark.parametrize("method", ["encode", "answer"])
+def test_conversation_that_is_out_of_memory_is_freed_at_once(
+    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    begun: list[weakref.ref[Conversation]] = []
+
+    def fail(conversation: Conversation, *args: Any, **options: Any) -> None:
+        begun.append(weakref.ref(conversation))
+        raise torch.OutOfMemoryError("no memory")
+
+    def body(engine: Engine) -> bool:
+        monkeypatch.setattr(Conversation, method, fail)
+        gc.disable()
+        try:
+            with suppress(JobError):
+                run(Worker(engine), job(video))
+            return begun[0]() is None
+        finally:
+            gc.enable()
 
     assert on_ranks(1, inference_files / "gated", body) == [True]
 
