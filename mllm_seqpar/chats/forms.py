@@ -79,6 +79,7 @@ _IN_PARTS = (
 )
 _BESIDE_PATH = "state it in the part of its video, or leave it out"
 _PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _TIME = re.compile(r"(?:(?:\d+:)?\d+:)?\d+(?:\.\d+)?")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -295,8 +296,12 @@ def _check_sampling(record: Mapping[str, Any], media: Sequence[Mapping[str, Any]
 
 
 def _sampling_keys(record: Mapping[str, Any]) -> list[str]:
-    """Return the keys that may say which frames of a video are used; a start of 0 s is that of every video."""
-    return [key for key in _SAMPLING_KEYS if key not in _CLIP_KEYS["start"] or _number(record.get(key)) != 0]
+    """Return the keys that may say which frames of a video are used.
+
+    A start of 0 s is that of every video, and a date is not a time in a video.
+    """
+    keys = [key for key in _SAMPLING_KEYS if not _DATE.match(str(record.get(key)))]
+    return [key for key in keys if key not in _CLIP_KEYS["start"] or _number(record.get(key)) != 0]
 
 
 def _clip(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -397,6 +397,7 @@ def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> No
         {"question": "x", "answer": "y", "video_id": math.nan, "fps": math.nan, "end": math.nan, "a0": math.nan},
         {"question": "x", "answer": "y", "num_images": 0, "has_video": False, "tools": False, "start": 0},
         {"question": "x", "answer": "y", "correct_answer": "y"},
+        {"messages": [asks("x"), says("y")], "start_time": "2024-01-01T00:00:00Z", "end_time": "2024-01-01 01:00"},
         {"messages": [asks("x"), says("y")], "num_videos": 0, "is_video": False, "start_time": "0:00", "fps": math.nan},
         {"messages": [asks(video("a.mp4"), "x"), says("y")], "video_path": "a.mp4", "videos": ["a.mp4"], "start": 0.0},
         {"question": "x", "answer": "y", "video": "a.mp4", "video_name": "a", "image_id": 7},
