@@ -287,6 +287,17 @@ def test_features_of_an_impossible_job_are_freed_at_once(
     assert on_ranks(1, inference_files / "gated", body) == [True]
 
 
+def test_raised_cause_has_the_errors_before_it_in_its_traceback_and_not_the_job_error() -> None:
+    cause = RuntimeError("the frames cannot be shown")
+    cause.__context__ = before = KeyError("missing")
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise JobError(cause, Outcome.FAILED) from cause
+        except JobError as error:
+            error.raise_cause()
+    assert raised.value is cause and cause.__context__ is before and not cause.__suppress_context__
+
+
 def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
     def body(comm: Communicator) -> None:
         model = inference_files / ("gated" if comm.rank else "fused")
