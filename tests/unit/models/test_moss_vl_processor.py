@@ -261,6 +261,7 @@ class TestFiles:
         found = MossVLProcessor.from_pretrained(tmp_path)
         assert found.image_processor.options.multi_image_max_pixels == found.videos.video_max_pixels == 201326592
         assert found.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
+        assert MossVLProcessor.from_pretrained(tmp_path.parent, subfolder=tmp_path.name).videos == found.videos
         (tmp_path / "video_preprocessor_config.json").unlink()
         with pytest.raises(DataError, match="no video_preprocessor_config.json"):
             MossVLProcessor.from_pretrained(tmp_path)
