@@ -266,7 +266,9 @@ def balanced_spans(
         held: the units that each rank holds already, which count for the balance; None: no rank holds any.
     """
     held = [0] * size if held is None else held
-    some_held = any(held)
+    some_held, sizes = any(held), [b - a for a, b in itertools.pairwise(offsets)]
+    # If no rank holds units, every limit that is tried admits the largest frame, so each rank can take one or more.
+    one_each = not some_held and min(sizes, default=0) > 0
 
     def taken(first: int, last: int, goal: int, limit: int) -> tuple[int, int]:
         """Return what is left of the frames first to last when a rank has taken about `goal` units, at most `limit`."""
@@ -281,14 +283,15 @@ def balanced_spans(
         return front, back
 
     def fits(first: int, last: int, ranks: int, limit: int) -> bool:
+        if one_each and ranks >= last - first:
+            return True
         for rank in range(size - ranks, size):
             if first == last:
                 break
             first, last = taken(first, last, max(0, limit - held[rank]), max(0, limit - held[rank]))
         return first == last
 
-    largest = max([b - a for a, b in itertools.pairwise(offsets)], default=0)
-    low, high = max(-(-(offsets[-1] + sum(held)) // size), min(held) + largest), max(held) + offsets[-1]
+    low, high = max(-(-(offsets[-1] + sum(held)) // size), min(held) + max(sizes, default=0)), max(held) + offsets[-1]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(0, len(offsets) - 1, size, middle) else (middle + 1, high)

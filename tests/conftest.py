@@ -27,6 +27,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set[int]()
+"""The cores of the session; none where processes cannot be kept on some of them."""
+
 LAYERS = ("pure Python", "one process", "gloo ranks", "real launch", "GPU")
 """The layers that follow "Layer: " at the start of a test module's docstring, from the cheapest to the slowest."""
 
@@ -89,19 +92,18 @@ def _threads_share_a_core(request: pytest.FixtureRequest, tmp_path_factory: pyte
 
     Test processes that run at the same time use different cores, as long as there are any, which they lock.
     """
-    if layer_of(request.node) > LAYERS.index("one process") or not hasattr(os, "sched_setaffinity"):
+    if layer_of(request.node) > LAYERS.index("one process") or not CORES:
         yield
         return
-    cores = os.sched_getaffinity(0)
     with ExitStack() as locks:
-        for core in sorted(cores):
+        for core in sorted(CORES):
             lock = locks.enter_context(open(tmp_path_factory.getbasetemp().parent / f"core-{core}", "w"))
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
         os.sched_setaffinity(0, {core})
         yield
-        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, CORES)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -150,7 +152,12 @@ def inference_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    of_module = CORES and os.sched_getaffinity(0)
+    if of_module:  # the browser outlives the module whose test starts it, see _threads_share_a_core
+        os.sched_setaffinity(0, CORES)
     browser = Chromium(tmp_path_factory.mktemp("chromium"))
+    if of_module:
+        os.sched_setaffinity(0, of_module)
     yield browser
     browser.close()
 

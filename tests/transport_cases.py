@@ -39,6 +39,6 @@ def collectives(comm: Communicator) -> int:
     reduced = sent.get("reduce", 0)
     assert comm.broadcast(torch.ones(2) + rank).tolist() == [1, 1]
     assert comm.gather_ints([rank, -1]) == [[r, -1] for r in range(n)]
-    for texts in (["", "h\u00e9", "x" * 300, "y"], [""] * 4):
+    for texts in (["", "h\u00e9\ud83d", "x" * 300, "y"], [""] * 4):
         assert comm.gather_texts(texts[rank]) == texts[:n]
     return reduced

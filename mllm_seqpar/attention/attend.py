@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,8 +70,6 @@ class _JointAttention(torch.autograd.Function):
         q = q.contiguous()
         region = None if recompute or not any(ctx.needs_input_grad) else running_region()
         compute = functools.partial(_forward, comm, block_math, key_sets, q, q.dtype)
-        if count_dispatch_modes():
-            compute = without_stored_operators()(compute)
         o, lse = compute() if region is None else region.once(compute, "attention")
         saved: list[Tensor] = []
         ctx.counts, ctx.keys = [], []
@@ -119,22 +118,23 @@ def _forward(
     the keys of the softmax differ in their degree, q is row-sharded, and head-sharded here for each set (`row_layout`).
     """
     total = None
-    for keys, own_inputs in key_sets:
-        rows, spec, layout, group = q, keys.spec, keys.row_layout, comm
-        if layout is not None:
-            rows, group = layout.shard_rows(q), layout.across
-        if isinstance(keys, WholeKeys):
-            o, lse = distributed_forward(group, spec, block_math, rows, *keys.keys_values(own_inputs))
-        else:
-            assert isinstance(keys, StreamedKeys)
-            o, lse = streamed_forward(group, spec, block_math, rows, keys.chunks(own_inputs))
-        if layout is not None:
-            o, lse = layout.gather_rows(o.to(spec.direct_result_dtype(q.dtype)), lse)
-            o = o.to(spec.accumulate_dtype)
-        if total is None:
-            total = o.contiguous(), lse.contiguous()
-        else:
-            merge_(*total, o, lse)
+    with without_stored_operators() if count_dispatch_modes() else nullcontext():
+        for keys, own_inputs in key_sets:
+            rows, spec, layout, group = q, keys.spec, keys.row_layout, comm
+            if layout is not None:
+                rows, group = layout.shard_rows(q), layout.across
+            if isinstance(keys, WholeKeys):
+                o, lse = distributed_forward(group, spec, block_math, rows, *keys.keys_values(own_inputs))
+            else:
+                assert isinstance(keys, StreamedKeys)
+                o, lse = streamed_forward(group, spec, block_math, rows, keys.chunks(own_inputs))
+            if layout is not None:
+                o, lse = layout.gather_rows(o.to(spec.direct_result_dtype(q.dtype)), lse)
+                o = o.to(spec.accumulate_dtype)
+            if total is None:
+                total = o.contiguous(), lse.contiguous()
+            else:
+                merge_(*total, o, lse)
     assert total is not None
     return total[0] if dtype is None else total[0].to(dtype), total[1]
 

@@ -117,7 +117,8 @@ def without_stored_operators() -> Iterator[None]:
     `torch.matmul` returns of a result of `aten.bmm`, and the recomputation would begin with the changed values.
     """
     modes = _get_current_dispatch_mode_stack()
-    others = [mode for mode in modes if type(mode).__module__ != _HOOKS_MODULE]
+    # Subclasses, such as that of xformers, return stored results too.
+    others = [m for m in modes if all(kind.__module__ != _HOOKS_MODULE for kind in type(m).__mro__)]
     if len(others) == len(modes):
         yield
         return

@@ -49,6 +49,9 @@ _NAMES_MEDIA = re.compile(
 )
 """Keys by which data sets name the video of a text: `video_name` of ActivityNet-QA, `video_idx` of EgoSchema, ..."""
 
+_NUMBERS_MEDIA = re.compile(r"idx?s?$", re.IGNORECASE)
+"""The end of such a key whose 0 names a video; in others, such as `num_images`, 0 states that there is none."""
+
 _ONE_OPTION = re.compile(r"(?i:option|choice|candidate)s?[ _]?(?:\d|[a-zA-Z])?|a\d|[A-E]")
 """Keys by which data sets state options otherwise than as a list: `option` of EgoSchema, `a0` of NExT-QA, ..."""
 
@@ -74,7 +77,9 @@ _OUTSIDE = "outside the messages"
 _IN_PARTS = (
     'media are parts of a message, such as {"type": "video", "path": "a.mp4"}, and audio and tools are not supported'
 )
+_BESIDE_PATH = "state it in the part of its video, or leave it out"
 _PLACEHOLDER = re.compile(r"\n?<\|?(image|video)\|?>\n?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _TIME = re.compile(r"(?:(?:\d+:)?\d+:)?\d+(?:\.\d+)?")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -111,7 +116,9 @@ def read_record(
     chat = Chat.parse(messages, allowed)
     if not chat.media:
         remedy = "give its path by 'video' or 'image', or leave the key out if the text is about no video"
-        _refuse(record, filter(_NAMES_MEDIA.fullmatch, record), "but shows no video or image", remedy)
+        named = filter(_NAMES_MEDIA.fullmatch, record)
+        stated = [key for key in named if record[key] != 0 or _NUMBERS_MEDIA.search(key)]
+        _refuse(record, stated, "but shows no video or image", remedy)
     if answered:
         chat.check_targets()
     else:
@@ -146,7 +153,7 @@ def _messages(record: Mapping[str, Any], template: str, answered: bool) -> Any:
 
 
 def _from_messages(record: Mapping[str, Any]) -> Any:
-    messages, used = record["messages"], set[str]()
+    messages, sampling, shown = record["messages"], _sampling_keys(record), list[Any]()
     names = [*_MEDIA_KEYS["image"], *_MEDIA_KEYS["video"]]
     if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
         messages = [plain_message(message) for message in messages]
@@ -155,20 +162,23 @@ def _from_messages(record: Mapping[str, Any]) -> Any:
         own = [part for message in messages for part in _parts(message) if _is_open(part)]
         # Without lists of files, `Chat.parse` states the place of a part without a path. Texts have no such place.
         if len(to_fill) > len(own) or (to_fill and media_keys):
-            messages = _fill(messages, record)
-            used = {*media_keys, *_SAMPLING_KEYS}
-    _refuse(record, [key for key in [*names, *_SAMPLING_KEYS] if key not in used], _OUTSIDE, _IN_PARTS)
+            messages, sampling = _fill(messages, record), []
+            names = [key for key in names if key not in media_keys]
+        shown = [part.get("path") for message in messages for part in _parts(message) if isinstance(part, Mapping)]
+    unread = [key for key in names if any(name not in shown for name in _listed(record.get(key)))]
+    _refuse(record, unread, _OUTSIDE, _IN_PARTS)
+    _refuse(record, sampling, _OUTSIDE, _BESIDE_PATH)
     return messages
 
 
 def _has_content(value: Any) -> bool:
-    """Return whether a value is not null, an empty text or an empty list, which stand for absent ones in tables."""
-    return bool(value) or isinstance(value, (int, float))
+    """Return whether a value is not null, an empty text or list, or NaN, which stand for absent ones in tables."""
+    return bool(value == value) if isinstance(value, (int, float)) else bool(value)
 
 
 def _refuse(record: Mapping[str, Any], keys: Iterable[str], where: str, remedy: str) -> None:
-    """Raise DataError if one of these keys has content, which nothing reads; `where` says why."""
-    if stated := next((key for key in keys if _has_content(record.get(key))), None):
+    """Raise DataError if one of these keys has content other than false, which nothing reads; `where` says why."""
+    if stated := next((key for key in keys if record.get(key) is not False and _has_content(record.get(key))), None):
         raise DataError(f"has {stated} {record[stated]!r:.60} {where}, so it would be ignored; {remedy}")
 
 
@@ -232,10 +242,11 @@ def _question(record: Mapping[str, Any], template: str, answered: bool) -> list[
             raise DataError(f"the question has no answer; expected one of {', '.join(ANSWER_KEYS)}")
         question, answer = choice.prompt(template), "" if choice.answer is None else choice.letters[choice.answer]
     else:
-        unread = [key for key in record if _ONE_OPTION.fullmatch(key) or (key in ANSWER_KEYS and key != "answer")]
+        question, answer = record["question"], record["answer"] if _has_content(record.get("answer")) else ""
+        others = [key for key in ANSWER_KEYS if key != "answer" and record.get(key) != answer]
+        unread = [key for key in record if _ONE_OPTION.fullmatch(key) or key in others]
         remedy = f"give the options as one list, by {', '.join(map(repr, OPTION_KEYS))}, or an open answer by 'answer'"
         _refuse(record, unread, "but no list of options", remedy)
-        question, answer = record["question"], "" if record.get("answer") is None else record["answer"]
         if not isinstance(question, str) or not isinstance(answer, str) or (answered and not answer):
             raise DataError(f"question and answer are {question!r:.40} and {answer!r:.40}; expected two texts")
     if _PLACEHOLDER.search(question):
@@ -281,7 +292,16 @@ def _check_sampling(record: Mapping[str, Any], media: Sequence[Mapping[str, Any]
     """Raise DataError if a record without a video of its own states which frames of it are used."""
     if all(part["type"] != "video" for part in media):
         remedy = "leave it out, or null in rows of a table without a video"
-        _refuse(record, _SAMPLING_KEYS, "but names no video", remedy)
+        _refuse(record, _sampling_keys(record), "but names no video", remedy)
+
+
+def _sampling_keys(record: Mapping[str, Any]) -> list[str]:
+    """Return the keys that may say which frames of a video are used.
+
+    A start of 0 s is that of every video, and a date is not a time in a video.
+    """
+    keys = [key for key in _SAMPLING_KEYS if not _DATE.match(str(record.get(key)))]
+    return [key for key in keys if key not in _CLIP_KEYS["start"] or _number(record.get(key)) != 0]
 
 
 def _clip(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,16 +262,13 @@ class JsonRecords(Records):
         if start[:1] == b"[":
             with reading(f"{file}: not JSON", "expected one list of records"):
                 return enumerate(json.loads(start), 1)
-        if file.suffix.lower() == ".json" and b"\n" in start.rstrip():
-            try:
-                keys = ", ".join(map(repr, list(json.loads(start))[:8])) or "none"
-            except (ValueError, RecursionError):  # of a file with a record on each line, after the first one
-                pass
-            else:
-                raise DataError(
-                    f"{file}: is one object over several lines (keys: {keys}); expected one list of records, or a "
-                    "record on each line"
-                )
+        # A large file with a record on each line is not decoded here.
+        if file.suffix.lower() == ".json" and not _is_json(io.BytesIO(start).readline()) and _is_json(start):
+            keys = ", ".join(map(repr, list(json.loads(start))[:8])) or "none"
+            raise DataError(
+                f"{file}: is one object over several lines (keys: {keys}); expected one list of records, or a record "
+                "on each line"
+            )
         return ((number, row) for number, row in enumerate(content.splitlines(), 1) if row.strip())
 
     def __len__(self) -> int:
@@ -290,6 +287,14 @@ class JsonRecords(Records):
             raise DataError("has more cells than the header has columns; put a text that has a comma in quotes")
         with reading("not JSON", "each line holds one record"):
             return json.loads(row) if isinstance(row, bytes) else row
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class EmbeddedRecords(Records):

@@ -105,7 +105,8 @@ def check(argv: Sequence[str]) -> int:
         dataset = ChatDataset(path, processor, **options, context=context, on_bad_media="skip", validate=False)
         totals = Totals()
         for line in check_dataset(dataset, totals, long=args.long, workers=args.workers, store=store):
-            sys.stdout.write(f"{line}\n")
+            # A name from JSON may have half of a surrogate pair, which is in no encoding.
+            sys.stdout.write(f"{line}\n".encode(errors="backslashreplace").decode())
             sys.stdout.flush()
         sys.stdout.write(totals.text(str(path), args.model) + "\n")
         broken += totals.broken

@@ -191,12 +191,15 @@ class Communicator(ABC):
         """One text of any length on every rank -> all ranks' texts, by rank. The host waits for them."""
         if self.size == 1:
             return [text]
-        raw = text.encode()
+        raw = text.encode(errors="surrogatepass")  # names of files may have half of a surrogate pair
         lengths = [row[0] for row in self.gather_ints([len(raw)])]
         padded = raw.ljust(max(*lengths, 1), b"\0")
         x = torch.tensor(list(padded), dtype=torch.uint8, device=self.control_device)
         rows = self.all_gather(x, "agreement")
-        return [bytes(row.tolist()[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+        return [
+            bytes(row.tolist()[:length]).decode(errors="surrogatepass")
+            for row, length in zip(rows, lengths, strict=True)
+        ]
 
     @property
     @abstractmethod

@@ -150,10 +150,14 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, transfers: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("ProcessGroupCommunicator: torch.distributed is not initialised in this process")
         pg = group if group is not None else dist.group.WORLD
         assert pg is not None
         self.group = pg
         self.rank, self.size = dist.get_rank(pg), dist.get_world_size(pg)
+        if self.rank < 0:
+            raise ValueError(f"group: this process (global rank {dist.get_rank()}) is not a member of the group given")
         self.bytes = TransferCounter()
         self.transfers = pg if transfers is None else transfers
         self._backends = backends_of(self.transfers)

@@ -32,6 +32,7 @@ from mllm_seqpar.chats.chat import ANY_MEDIA, Chat
 from mllm_seqpar.chats.chat_family import VIDEO_MARK, ChatText, chat_family
 from mllm_seqpar.chats.clip import FeatureFrames, FrameSource
 from mllm_seqpar.errors import ConfigError, LengthError
+from mllm_seqpar.models.cache import cache_state_of
 from mllm_seqpar.models.loading import context_length
 from mllm_seqpar.patching import patch_of
 from mllm_seqpar.sharding import FrameShard, FrameSizes
@@ -462,6 +463,8 @@ class Conversation:
             self._cache, kept = None, 0
         elif remove := len(self._cached_ids) - kept:
             self._cache.crop(-remove)
+            if (state := cache_state_of(self._cache)) is not None:
+                state.crop_to(kept)  # a pass would do so too late if it passes the frames of the first turn again
             self._cached_ids = self._cached_ids[:kept]
         self._appended_at = [before for before in self._appended_at if before < kept]
         return kept

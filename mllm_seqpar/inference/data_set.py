@@ -433,7 +433,8 @@ class AnswerFile:
 
 
 def _encoded(line: Line) -> str:
-    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair as JSON escapes it
 
 
 def _refuse_constant(name: str) -> None:

@@ -157,7 +157,10 @@ class Engine:
     def settled(self, step: Callable[[], T]) -> T:
         """Return what `step` returns; raise JobError on all ranks of the group if it fails on any of them."""
         result, error = attempt(step)
-        self._raise_together(error)
+        try:
+            self._raise_together(error)
+        finally:
+            del error  # its traceback refers to this frame
         return cast(T, result)
 
     def computed(self, step: Callable[[], T]) -> T:
@@ -169,11 +172,14 @@ class Engine:
         """
         self._computing = False
         result, error = attempt(step)
-        if error is not None:
-            # Logits that are not finite are found after the answer, on all ranks together.
-            if self._computing and self.comm.size > 1 and not isinstance(error, NonFiniteLogitsError):
-                raise error
-            self._raise_together(error)
+        try:
+            if error is not None:
+                # Logits that are not finite are found after the answer, on all ranks together.
+                if self._computing and self.comm.size > 1 and not isinstance(error, NonFiniteLogitsError):
+                    raise error
+                self._raise_together(error)
+        finally:
+            del error  # its traceback refers to this frame
         return cast(T, result)
 
     def _raise_together(self, error: Exception | None) -> None:
@@ -182,6 +188,7 @@ class Engine:
             raise error
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they refer to the features of the job, and to the error
+        raised_at = None if error is None else error.__traceback__
         own = 0 if error is None else int(Outcome.of(error))
         _, rows = agree(self.comm, "answering", numbers=lambda _: [own])
         outcomes = [row[0] for row in rows]
@@ -192,9 +199,9 @@ class Engine:
             self.forget()  # ranks may have kept different conversations
         _, cause = attempt(partial(agree, self.comm, "answering", error=error))
         assert cause is not None  # some rank has an error
-        if outcome is Outcome.REFUSED:
-            # The frames refer to the error and to the job's features, which would live until a garbage collection.
-            cause.__traceback__ = None
+        # The frames of `agree` refer to the error, and by their callers to the job's features, which would live until a
+        # garbage collection.
+        cause.__traceback__ = None if outcome is Outcome.REFUSED else raised_at
         raise JobError(cause, outcome) from cause
 
     def forget(self) -> None:

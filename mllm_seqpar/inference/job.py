@@ -69,5 +69,9 @@ class JobError(Exception):
         return self.outcome in (Outcome.REFUSED, Outcome.OUT_OF_MEMORY)
 
     def raise_cause(self) -> NoReturn:
-        """Raise the cause, of which its own cause is reported, and not this error."""
-        raise self.cause from self.cause.__cause__
+        """Raise the cause, with the errors that it had before and not this one in its traceback."""
+        context = self.cause.__context__
+        try:
+            raise self.cause
+        finally:
+            self.cause.__context__ = context

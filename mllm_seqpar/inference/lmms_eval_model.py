@@ -131,15 +131,19 @@ class SimpleSeqParModel(lmms):
         answers = [padding] * len(requests)
         with progress_bar(len(keyed), "request", "answering", self._rank == 0) as bar:
             for _, rank, number in sorted(keyed, key=lambda item: item[0]):
-                try:
-                    conversation, prompt = self._engine.begin(rows[rank][number])
-                    answer = self._engine.computed(partial(_answer, rows[rank][number], conversation, prompt))
-                except JobError as error:
-                    error.raise_cause()
+                answer = self._answer_one(rows[rank][number])
                 if rank == group.rank:
                     answers[places[number]] = answer
                 bar.update()
         return answers
+
+    def _answer_one(self, request: _Request) -> str | tuple[float, bool]:
+        """Answer a request on all ranks. Only the engine refers to its conversation afterwards, and can free it."""
+        try:
+            conversation, prompt = self._engine.begin(request)
+            return self._engine.computed(partial(_answer, request, conversation, prompt))
+        except JobError as error:
+            error.raise_cause()
 
     def _generation_request(self, request: Instance) -> _Request:
         context, arguments, visuals, doc_id, task, split = request.args

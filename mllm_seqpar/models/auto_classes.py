@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -103,6 +103,15 @@ def _stand_in(native: NativeModel, name: str, **attributes: Any) -> Any:
     return _StandIn(name, (), {"native": native, "__module__": __name__, **attributes})
 
 
+@cache
+def _register_once(register: Callable[..., None], key: Any, value: Any, *backends: str) -> None:
+    """Call a `register` method of transformers for a class, or for a dict of the class by backend.
+
+    The cache makes each registration happen once, so that it does not replace one that a user has made since.
+    """
+    register(key, dict.fromkeys(backends, value) if backends else value, exist_ok=True)
+
+
 def register(executed: ModuleType | None = None) -> None:
     """Register the native models with the modules of Auto classes that transformers has imported.
 
@@ -120,16 +129,16 @@ def register(executed: ModuleType | None = None) -> None:
         imported = getattr(sys.modules.get(native.configuration), native.config, None)
         config = _stand_in(native, native.config) if imported is None else imported
         if configurations is not None:
-            configurations.AutoConfig.register(model_type, config, exist_ok=True)
+            _register_once(configurations.AutoConfig.register, model_type, config)
         if models is not None and imported is not None:  # needs its `model_type`
             for auto in native.autos:
                 model = _stand_in(native, native.model, config_class=config)
-                getattr(models, auto).register(config, model, exist_ok=True)
+                _register_once(getattr(models, auto).register, config, model)
         if images is not None and native.image_processor is not None:  # `AutoImageProcessor.register` takes no stand-in
-            backends = dict.fromkeys(("torchvision", "pil"), _stand_in(native, native.image_processor))
-            images.IMAGE_PROCESSOR_MAPPING.register(config, backends, exist_ok=True)
+            image_processor = _stand_in(native, native.image_processor)
+            _register_once(images.IMAGE_PROCESSOR_MAPPING.register, config, image_processor, "torchvision", "pil")
         if processors is not None:
-            processors.AutoProcessor.register(config, _stand_in(native, native.processor), exist_ok=True)
+            _register_once(processors.AutoProcessor.register, config, _stand_in(native, native.processor))
 
 
 class _AfterImport:

@@ -31,7 +31,8 @@ class Cluster(Description):
 
     Attributes:
         gpus_per_node: ranks r and s share a node if r // gpus_per_node == s // gpus_per_node.
-        attention_forward, attention_backward: rate of block attention, counting ATTENTION_FLOPS.
+        attention_forward, attention_backward: rate of block attention, counting 4 (backward: 10) FLOPs per query, key,
+            head and channel of the head (ATTENTION_FLOPS).
         masked_forward, masked_backward: the same under a frame mask, counting visible entries only; None: as without.
         tower: FLOP/s of a vision tower; None: its linear layers reach `matmul`, its attention that of other blocks.
         layer_forward_s, layer_backward_s: time in which the host launches the operators of a decoder layer, in backward

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -305,7 +305,7 @@ class NativeProcessor(LocalCode, ProcessorMixin):
 
 def texts_of(text: Any) -> list[str]:
     """Return the texts of a call, which are one text or several; raise DataError without any."""
-    texts = [text] if isinstance(text, str) else list(text) if isinstance(text, Sequence) else []
+    texts = [text] if isinstance(text, str) else list(text) if isinstance(text, Iterable) else []
     if not texts or not all(isinstance(each, str) for each in texts):
         raise DataError(f"text is {text!r:.80}; pass a text, or a list of texts, with a mark for each image and video")
     return texts
@@ -351,8 +351,8 @@ def is_video(item: Any) -> bool:
 def frame_list(images: Any) -> list[Any]:
     """Return a list of images from one image, an array or tensor of several, or any iterable of images."""
     if isinstance(images, (np.ndarray, Tensor)):
-        return list(images) if images.ndim == 4 else [images]
-    return [images] if hasattr(images, "convert") or isinstance(images, str) else list(images)
+        return list(images) if images.ndim > 3 else [images]
+    return [images] if hasattr(images, "convert") or isinstance(images, (str, os.PathLike)) else list(images)
 
 
 def to_tensor(frame: Any, number: int, *, convert_rgb: bool = True, layout: str | None = None) -> Tensor:

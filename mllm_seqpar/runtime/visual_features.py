@@ -87,10 +87,10 @@ class VisualFeatures:
     def keys_values(self, project: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v (1, G, units * tokens, D) of all units, contiguous; differentiable in grad mode."""
         within = fsdp_units_among(project.modules)
-        # In grad mode, a frozen projection of frozen features is computed in chunks too.
-        trains = torch.is_grad_enabled() and (self.features.requires_grad or bool(trained_parameters(project.modules)))
-        with torch.set_grad_enabled(trains):
-            return call_within(within, lambda x: project_chunks(project, x, self.index, dtype), self.features)
+        if torch.is_grad_enabled() and (self.features.requires_grad or trained_parameters(project.modules)):
+            return call_within(within, lambda x: project_chunks(project, x, self.index, dtype, True), self.features)
+        # Also in grad mode: autograd saves nothing of a frozen projection, unless a hook uses a trained tensor.
+        return call_within(within, lambda: project_chunks(project, self.features, self.index, dtype))
 
 
 def unit_chunks(features: Tensor) -> list[slice]:
@@ -108,14 +108,15 @@ _WITHOUT_RECOMPUTATION = "recompute_visual=False and without visual_offload"
 
 
 def project_chunks(
-    project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype
+    project: ProjectFunction, features: Tensor, index: Tensor, dtype: torch.dtype, at_once: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return k and v (1, G, units * tokens, D), contiguous.
 
-    Without grad mode, only one chunk of intermediate results is alive at a time, and k and v exist once.
+    Only one chunk of intermediate results is alive at a time, and k and v exist once, unless autograd saves them.
+    `at_once` projects all units in one call, for autograd to save what it needs.
     """
     chunks, tokens = unit_chunks(features), features.shape[1]
-    if len(chunks) == 1 or torch.is_grad_enabled():
+    if at_once or len(chunks) == 1:
         k, v = project(features, index)
         return k.to(dtype).contiguous(), v.to(dtype).contiguous()
     whole: tuple[Tensor, ...] = ()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from mllm_seqpar._compat import PARALLELISM_ON_CPU, prepared_models
@@ -301,8 +301,9 @@ class SeqParMixin(_Base):
                 duplicate = torch.arange(rows, device=labels.device)[:, None] >= real
                 inputs = {**inputs, "labels": labels.masked_fill(duplicate, -100)}
         inner = find_adapter(model)[1]
-        # transformers' Seq2SeqTrainer may generate predictions, by the same inputs, and returns tokens.
-        if not prediction_loss_only and not getattr(self.args, "predict_with_generate", False):
+        # Seq2SeqTrainer may generate predictions, by the same inputs, and returns tokens.
+        generates = isinstance(self, Seq2SeqTrainer) and self.args.predict_with_generate
+        if not prediction_loss_only and not generates:
             mode = _patch_of(inner).context.config.logits
             if "logits_to_keep" in inspect.signature(inner.forward).parameters:
                 text = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]

@@ -121,9 +121,7 @@ class TimeCursor:
 
     def __init__(self, plan: FramePlan, resources: ExitStack, index: Index | None = None) -> None:
         self._plan = plan
-        self._resources = resources.enter_context(
-            ExitStack()
-        )  # of the file, which is opened again to read from its start
+        self._resources = resources.enter_context(ExitStack())  # of the file, which `_reopen` closes
         self._queue: deque[Any] = deque()  # packets that have been read and not decoded
         self._skips = True  # frames that are neither wanted nor referred to
         self._last: int | None = None  # the tick after whose frame nothing needs to be decoded before the next seek

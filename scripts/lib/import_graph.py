@@ -86,12 +86,14 @@ def _by_import_name() -> dict[str, Path]:
     return found
 
 
-_HALVES_OF_PATCHES = {
+_IMPORTED_BY_NAME = {
+    "mllm_seqpar.kernels.registry": r"mllm_seqpar\.kernels\.\w+",
     "mllm_seqpar.patching.registry": r"mllm_seqpar\.patches\.(?!sizes)\w+",
     "mllm_seqpar.chats.chat_family": r"mllm_seqpar\.patches\.chats\.\w+",
     "mllm_seqpar.planner.model_sizes": r"mllm_seqpar\.patches\.sizes",
 }
-"""Who looks up the families, their chat formats and their sizes by `mllm_seqpar.families`, which names no module."""
+"""The modules that import others without an import statement: the kernels, and what `mllm_seqpar.families` finds, which
+names no module: the families, their chat formats and their sizes."""
 
 
 @functools.cache
@@ -110,8 +112,8 @@ def _used_by(path: Path) -> frozenset[Path]:
     if path.name.startswith("test_"):
         names += re.findall(r"mllm_seqpar(?:\.\w+)+", path.read_text(encoding="utf-8"))
         names += re.findall(r"(\w+)\.py\b", path.read_text(encoding="utf-8"))
-    elif (half := _HALVES_OF_PATCHES.get(module_of(path))) is not None:
-        names += [module for module in MODULES if re.fullmatch(half, module)]
+    elif (imported := _IMPORTED_BY_NAME.get(module_of(path))) is not None:
+        names += [module for module in MODULES if re.fullmatch(imported, module)]
     elif path == MODULES["mllm_seqpar.__main__"]:
         names += re.findall(r"mllm_seqpar(?:\.\w+)+", MODULES["mllm_seqpar.cli.commands"].read_text(encoding="utf-8"))
     found = {known[name] for name in names if name in known}

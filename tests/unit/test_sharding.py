@@ -19,6 +19,7 @@ from mllm_seqpar.sharding import (
     LAYOUTS,
     FrameShard,
     FrameSizes,
+    balanced_spans,
     frame_bounds,
     frame_range,
     frame_ranges,
@@ -210,6 +211,25 @@ def test_contiguous_frames_have_the_smallest_maximum() -> None:
             best = min(max(int(sizes[a:b].sum()) for a, b in itertools.pairwise(edge)) for edge in edges)
             assert max(loads(found, ranks, "contiguous")) == best
             loads(found, ranks, "zigzag")
+
+
+class CountedReads(list[int]):
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("two_ended", [False, True])
+def test_more_ranks_than_frames_take_time_in_proportion_to_ranks(two_ended: bool) -> None:
+    """The planner shards the frames of a plan that fits nowhere over up to 65,536 ranks."""
+    reads = []
+    for ranks in (50, 200, 800):
+        offsets = CountedReads(itertools.accumulate([230, 230, 2040] * 15, initial=0))
+        balanced_spans(offsets, ranks, two_ended)
+        reads.append(offsets.reads)
+    assert reads[2] - reads[1] < 100 * 600 and reads[1] - reads[0] < 100 * 150
 
 
 def test_sizes_of_frames() -> None:

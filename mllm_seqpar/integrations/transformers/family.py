@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import modeling_outputs
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from mllm_seqpar._compat import cache_name, drops_cache, takes_cache
-from mllm_seqpar.errors import AdapterError, ConfigError
+from mllm_seqpar.errors import AdapterError, ConfigError, ShapeError
 from mllm_seqpar.masks import FrameMask
 from mllm_seqpar.models.cache import SequenceParallelCacheState
 from mllm_seqpar.patching import Patch
@@ -175,9 +175,15 @@ def text_arguments(family: ModelFacts[Any], given: Mapping[str, Any]) -> dict[st
     otherwise recomputed. Several ranks make none, because a cache needs all text on every rank. Where gradient
     checkpointing drops the cache, no new one is made. With offloaded features none is made in grad mode, because its K
     and V in host memory have no gradients.
+
+    Raises:
+        ShapeError: the text is no tensor.
     """
     model, context = family.model, family.context
     text: dict[str, Any] = {**dict.fromkeys(TEXT_ARGUMENTS), **given}
+    for name in ("input_ids", "inputs_embeds"):
+        if not isinstance(text[name], Tensor | None):
+            raise ShapeError(f"{name}: expected a tensor, got {type(text[name]).__name__}")
     has_cache, use_cache = text["cache"] is not None, text["use_cache"]
     by_default = bool(getattr(family.text_config, "use_cache", False))  # not every config has it
     wanted = by_default if use_cache is None else use_cache

@@ -80,11 +80,8 @@ class ForwardInputs:
     """What `cache_state` returns in a copy, once the pass has brought the cache up to date, and of an earlier pass."""
 
     def __post_init__(self) -> None:
-        tokens: Any = self.inputs_embeds if self.input_ids is None else self.input_ids
+        tokens = self.inputs_embeds if self.input_ids is None else self.input_ids
         tokens = torch.empty(0, 0) if tokens is None else tokens
-        if not isinstance(tokens, Tensor):
-            name = "inputs_embeds" if self.input_ids is None else "input_ids"
-            raise ShapeError(f"{name}: expected a tensor, got {type(tokens).__name__}")
         batch, length, *_ = *tokens.shape, 0, 0  # of a wrong number of dimensions, too
         past_length = 0 if self.cache is None else int(self.cache.get_seq_length())
         has_labels = self.labels is not None or self.shift_labels is not None

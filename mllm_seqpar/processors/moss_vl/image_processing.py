@@ -1,5 +1,6 @@
 """The image processor of MOSS-VL as transformers' interface has it: images to patches and their grids."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -49,7 +50,8 @@ class MossVLImageProcessor(SavedWithCode, ImageProcessingMixin):
         Raises:
             DataError: an image that is not uint8, or too long for its width.
         """
-        stills = [to_tensor(self.fetch_images(x) if isinstance(x, str) else x, n) for n, x in enumerate(images)]
+        fetched = (self.fetch_images(os.fspath(x)) if isinstance(x, (str, os.PathLike)) else x for x in images)
+        stills = [to_tensor(x, number) for number, x in enumerate(fetched)]
         sizes = options.sizes([(int(x.shape[1]), int(x.shape[2])) for x in stills])
         for still, size in zip(stills, sizes, strict=True):
             if still.dtype != torch.uint8:

@@ -9,6 +9,7 @@ A still image is cut as in the published code: it is resized to the box of a gri
 followed by the whole image once more, which gives rows * columns + 1 tiles. Each tile is a frame.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
@@ -139,7 +140,7 @@ class MPlugOwl3ImageProcessor(SavedWithCode, PilBackend):
         **options: Any,
     ) -> Tensor:
         """Return an image as (3, H, W), uint8 or floating; `number` is its index in error messages."""
-        image = self.fetch_images(image) if isinstance(image, str) else image
+        image = self.fetch_images(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else image
         convert = self.do_convert_rgb if do_convert_rgb is None else do_convert_rgb
         tensor = to_tensor(image, number, convert_rgb=convert, layout=input_data_format)
         device = device or self.device

@@ -134,7 +134,8 @@ class OpenFlamingoProcessor(NativeProcessor):
         """Return the same lists of images, with paths and URLs replaced by their images."""
         if isinstance(images, (list, tuple)):
             return [self._fetched(item) for item in images]
-        return self.image_processor.fetch_images(images) if isinstance(images, str) else images
+        is_file = isinstance(images, (str, os.PathLike))
+        return self.image_processor.fetch_images(os.fspath(images)) if is_file else images
 
     def _tokens(self, texts: list[str], counts: Sequence[int], arguments: Mapping[str, Any]) -> Any:
         options = {**arguments, "return_attention_mask": True}

@@ -232,7 +232,6 @@ def test_plain_trainer_on_several_ranks_is_refused_because_samples_differ(tmp_pa
         assert "use mllm_seqpar.SeqParTrainer instead" in str(error)
 
 
-@pytest.mark.slow
 def count_tokens(prediction: Any) -> dict[str, float]:
     tokens = prediction.predictions
     return {"samples": float(len(tokens)), "tokens": float(tokens[tokens >= 0].sum())}
@@ -241,29 +240,40 @@ def count_tokens(prediction: Any) -> dict[str, float]:
 class SeqParSeq2SeqTrainer(SeqParMixin, Seq2SeqTrainer): ...
 
 
-def evaluate_by_generating(rank: int, world: int, output: Path, **parallel: Any) -> dict[str, float]:
+def evaluate_by_generating(
+    rank: int, world: int, output: Path, trainer_class: type[Trainer], metrics: Any, **parallel: Any
+) -> dict[str, float]:
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(output), **SETTINGS, predict_with_generate=True, per_device_eval_batch_size=1
     )
     model = tiny_model("per_head")
     model.generation_config.max_new_tokens = 3
-    trainer = (SeqParSeq2SeqTrainer if parallel else Seq2SeqTrainer)(
-        **{"model": model, "args": arguments, "data_collator": collate, "compute_metrics": count_tokens},
+    trainer = trainer_class(
+        **{"model": model, "args": arguments, "data_collator": collate, "compute_metrics": metrics},
         eval_dataset=samples(3, seed=2),
         **parallel,
     )
     return trainer.evaluate()
 
 
-def test_generated_predictions_of_each_sample_count_once(tmp_path: Path) -> None:
-    expected = evaluate_by_generating(0, 1, tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plain", "sharded", "metrics"),
+    [(Seq2SeqTrainer, SeqParSeq2SeqTrainer, count_tokens), (Trainer, SeqParTrainer, accuracy)],
+    ids=["generated", "logits"],  # Trainer ignores predict_with_generate
+)
+def test_predictions_of_each_sample_count_once(
+    tmp_path: Path, plain: type[Trainer], sharded: type[Trainer], metrics: Any
+) -> None:
+    expected = evaluate_by_generating(0, 1, tmp_path, plain, metrics)
     reset_global_state()
-    for found in ranks(4).run(evaluate_by_generating, tmp_path, sequence_parallel_size=2):
+    for found in ranks(4).run(evaluate_by_generating, tmp_path, sharded, metrics, sequence_parallel_size=2):
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
-        for name in ("eval_samples", "eval_tokens"):
-            assert found[name] == expected[name], (name, found, expected)
+        names = {"eval_samples", "eval_tokens", "eval_targets", "eval_right"} & expected.keys()
+        assert len(names) >= 2 and {name: found[name] for name in names} == {name: expected[name] for name in names}
 
 
+@pytest.mark.slow
 def test_a_launch_config_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     errors = ranks(2, launch_environment(FSDP2_WITH_CP)).errors(train, tmp_path, "seqpar")
     message = "dp_shard_size=2, cp_size=2, tp_size=1, sp_size=1; the product of the first three must be 2"

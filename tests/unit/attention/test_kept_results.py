@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from mllm_seqpar.attention import (
     attend,
@@ -123,6 +127,13 @@ def offloaded(x: Tensor, w: Tensor) -> Tensor:
     return y * x
 
 
+def partly_without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    """The kernel changes products in place through aliases."""
+    with torch.no_grad():
+        y = attention(x, w, kernel="blocked_matmul")
+    return layer(x + y, w, kernel="blocked_matmul")
+
+
 def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     stored = op in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.sin.default)
     return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
@@ -135,8 +146,13 @@ REGIONS: dict[str, tuple[Layer, Layer, int]] = {
     # the recomputation of the outer region runs the first inner one from the start
     "nested regions": (twice(layer), again(twice(again(layer))), 2 + 1),
     "calls without gradients, which are repeated": (with_frozen, again(with_frozen), 2 + 1),
-    # which counts operators, those inside attention too, and would return the result of another one
+    # which counts the operators outside attention
     "selective checkpointing": (twice(layer), twice(again(layer, context_fn=SELECTIVE)), 2 * 2),
+    "selective checkpointing, partly without gradients": (
+        partly_without_gradients,
+        again(partly_without_gradients, context_fn=SELECTIVE),
+        2 * 2,
+    ),
     "hooks inside a region": (offloaded, again(offloaded), 2),
 }
 """What is computed, the same in checkpointed regions, and how many distributed forward passes these run."""
@@ -151,6 +167,23 @@ def test_regions_compute_attention_once_where_they_can(name: str, early_stop: bo
     with set_checkpoint_early_stop(early_stop):
         assert_same(gradients(checkpointed), expected)
     assert len(calls) == count or not early_stop
+
+
+class _Cached(_CachedTorchDispatchMode):
+    """A subclass elsewhere, as xformers has one."""
+
+
+def test_only_selective_checkpointing_is_hidden() -> None:
+    caching, _ = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    flops, fake = FlopCounterMode(display=False), FakeTensorMode()
+    with fake, flops, caching, _Cached(None, {}):
+        modes = _get_current_dispatch_mode_stack()
+        with pytest.raises(KeyError), kept_results.without_stored_operators():
+            assert _get_current_dispatch_mode_stack() == [fake, modes[1]]
+            assert isinstance(torch.ones(2, 3) @ torch.ones(3, 4), FakeTensor)
+            raise KeyError
+        assert _get_current_dispatch_mode_stack() == modes and len(modes) == 4
+    assert flops.get_total_flops() == 2 * 2 * 3 * 4
 
 
 def test_several_forwards_before_a_backward_find_their_own_results(calls: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Layer: pure Python. Records in the layouts of other projects become chats; what is unknown or ambiguous is named."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"image": "1.png", "question": "What?", "answer": None, "option": None},
         [asks(image("1.png"), "What?"), says("")],
     ),
+    "question with an empty list of answers": (
+        {"image": "1.png", "question": "What?", "answer": [], "correct_answer": ""},
+        [asks(image("1.png"), "What?"), says("")],
+    ),
     "caption": ({"image": "1.png", "text": "A cat."}, [asks(image("1.png"), "Describe the image."), says("A cat.")]),
 }  # fmt: skip
 
@@ -287,7 +292,15 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
             "has start 3 but names no video, so it would be ignored; leave it out, or null in rows",
         ),
         ({"image": "1.png", "question": "x", "answer": "y", "end_time": 3}, "has end_time 3 but names no video"),
-        ({"image": "1.png", "text": "A cat.", "start": 0}, "has start 0 but names no video"),
+        ({"image": "1.png", "text": "A cat.", "end": 0}, "has end 0 but names no video"),
+        (
+            {"messages": [asks(video("a.mp4"), "x"), says("y")], "start": 3},
+            "has start 3 outside the messages, so it would be ignored; state it in the part of its video, or leave it",
+        ),
+        (
+            {"messages": [asks(video("a.mp4"), "x"), says("y")], "videos": ["a.mp4", "b.mp4"]},
+            r"has videos \['a.mp4', 'b.mp4'\] outside the messages, so it would be ignored; media are parts",
+        ),
         *(
             (
                 {"video": "a.mp4", "question": "x", **answers},
@@ -353,6 +366,8 @@ def test_answer_before_its_question_is_refused_in_every_form(record: Any) -> Non
             )
         ),
         ({"question": "x", "answer": "y", "video_id": 6513}, "has video_id 6513 but shows no video"),
+        ({"question": "x", "answer": "y", "video_idx": 0}, "has video_idx 0 but shows no video"),
+        ({"question": "x", "answer": "y", "has_image": True}, "has has_image True but shows no video"),
         *(
             (
                 {"question": "x", "answer": "1", "video": "a.mp4", key: "red"},
@@ -379,6 +394,12 @@ def test_unknown_or_ambiguous_record_is_refused(record: Any, message: str) -> No
     "record",
     [
         {"question": "x", "answer": "y", "video_name": "", "option": "", "a0": []},  # empty cells of a table
+        {"question": "x", "answer": "y", "video_id": math.nan, "fps": math.nan, "end": math.nan, "a0": math.nan},
+        {"question": "x", "answer": "y", "num_images": 0, "has_video": False, "tools": False, "start": 0},
+        {"question": "x", "answer": "y", "correct_answer": "y"},
+        {"messages": [asks("x"), says("y")], "start_time": "2024-01-01T00:00:00Z", "end_time": "2024-01-01 01:00"},
+        {"messages": [asks("x"), says("y")], "num_videos": 0, "is_video": False, "start_time": "0:00", "fps": math.nan},
+        {"messages": [asks(video("a.mp4"), "x"), says("y")], "video_path": "a.mp4", "videos": ["a.mp4"], "start": 0.0},
         {"question": "x", "answer": "y", "video": "a.mp4", "video_name": "a", "image_id": 7},
         {"messages": [asks(video("a.mp4"), "x"), says("y")], "video_id": "a", "a0": "z"},
         llava("x", "y", image="", clips_score=0.5, answer_type="A"),

@@ -71,6 +71,12 @@ def test_every_fault_has_its_line(folder: Path, capsys: pytest.CaptureFixture[st
         ]
 
 
+def test_name_with_half_of_a_surrogate_pair_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(folder / "train.jsonl", [chat(video("\ud83d \N{SNOWMAN}.mp4"), "What?")])
+    status, lines = check(capsys, path)
+    assert status == 1 and lines[0] == f"{path}:1: broken: {folder}/\\ud83d \N{SNOWMAN}.mp4: no such file"
+
+
 def test_hours_of_a_long_video_are_not_split_into_days(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,14 @@ def test_arguments_that_fit_no_run_are_refused(questions: Path, source: list[Any
     assert "is a question with options" in str(error)
 
 
+def test_name_with_half_of_a_surrogate_pair_is_written(tmp_path: Path) -> None:
+    file, line = AnswerFile(tmp_path / "out"), {"index": 0, "error": "\ud83d \N{SNOWMAN}.mp4: no such file"}
+    file.open(1)
+    file.write(line)
+    file.close()
+    assert answers(tmp_path / "out.part-1") == [line]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 def test_answer_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "out.part-1").symlink_to("/dev/full")

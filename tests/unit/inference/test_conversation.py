@@ -327,3 +327,26 @@ def test_later_turns_show_further_media(case: Case) -> None:
             before = [0, *(reply.prompt_tokens for reply in replies[:3])]
             assert all(reply.cached_tokens >= past for reply, past in zip(replies[:4], before, strict=True))
             assert replies[4].cached_tokens and replies[5].cached_tokens
+
+
+def test_turn_before_a_further_video_changes_far_before_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass after the change ends before the placeholders of the further video, which it does not bring."""
+    monkeypatch.setattr("mllm_seqpar.inference.conversation.PREFILL_CHUNK", 8)
+    processor = load_processor(str(case[0]))
+    sources = [VideoSource.open(case[1], num_frames=count) for count in (3, 2)]
+    messages = [user(QUESTIONS[0], "video"), says("A cat."), user(QUESTIONS[1], "video")]
+    changed = [messages[0], says("A dog that sleeps on a chair."), messages[2]]
+
+    def body(comm: Communicator) -> list[Answer]:
+        model = patch_model(load_model(str(case[0])).eval(), group=comm)
+        conversation, sampling = Conversation(model, processor, sources[:1], batch=2), Sampling(max_new_tokens=4)
+        conversation.answer(conversation.prompt(messages[:1]), sampling)
+        conversation = conversation.followed_by(sources[1:])
+        prompts = map(conversation.prompt, (messages, changed))
+        return [conversation.answer(prompt, sampling) for prompt in prompts]
+
+    if chat_family(processor).appends_media(load_model(str(case[0]))):
+        expected = [unpatched(case, turns, 4, sources) for turns in (messages, changed)]
+        for ranks in (1, 3):
+            for replies in run_loopback(ranks, body):
+                assert [reply.tokens for reply in replies] == expected and replies[1].cached_tokens

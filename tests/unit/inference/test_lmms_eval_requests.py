@@ -1,5 +1,7 @@
 """Layer: one process. Requests of lmms-eval are answered, or refused if unsupported; without lmms-eval itself."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from mllm_seqpar import patch_model
 from mllm_seqpar.chats.clip import Clip
 from mllm_seqpar.data import VideoSource
 from mllm_seqpar.errors import ConfigError, DataError, VideoError
-from mllm_seqpar.inference import Conversation, Sampling, answer, encode, load_for_inference
+from mllm_seqpar.inference import Conversation, Sampling, answer, encode, engine, load_for_inference
 from mllm_seqpar.inference.choices import continuation
 from mllm_seqpar.models.loading import load_processor
 from mllm_seqpar.videos.frame_choice import FrameChoice
@@ -90,6 +92,37 @@ def test_requests_are_answered_and_scored_and_padding_is_not(
     broken = SimpleNamespace(args=("?", {}, lambda document: ["missing.mp4"], *place[1:]), metadata=None)
     with pytest.raises(VideoError, match=r"missing\.mp4"):
         asked.generate_until([broken])
+
+
+def test_features_of_a_video_are_freed_before_the_next_is_encoded(
+    model: Any, inference_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[weakref.ref[Any]] = []
+
+    class Watched(Conversation):
+        def encode(self, *args: Any, **kwargs: Any) -> None:
+            if self.encoded is None:
+                assert not any(one() is not None for one in begun), "an earlier video is still in memory"
+                begun.append(weakref.ref(self))
+            super().encode(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "Conversation", Watched)
+    asked = model.SimpleSeqParModel(str(inference_files / "gated"), device="cpu", num_frames=3)
+    asked.task_dict = {"task": {"test": ["clip.mp4", "twin.mp4"]}}
+
+    def videos(document: str) -> list[str]:
+        return [str(inference_files / document)]
+
+    requests = [
+        SimpleNamespace(args=("What is it?", {"max_new_tokens": 2}, videos, number, "task", "test"), metadata=None)
+        for number in (0, 1)
+    ]
+    gc.disable()
+    try:
+        asked.generate_until(requests)
+    finally:
+        gc.enable()
+    assert len(begun) == 2
 
 
 def test_messages_of_a_task_show_clips_of_videos(model: Any, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from family_directories import MAKERS
 from launch import PYTHON
-from mllm_seqpar.models.auto_classes import CODE_MODULE
+from mllm_seqpar.models.auto_classes import CODE_MODULE, register
 from mllm_seqpar.models.mplug_owl3 import MPlugOwl3Config, MPlugOwl3ForConditionalGeneration
 from tiny_models.mplug_owl3 import tiny_config
 
@@ -94,3 +94,15 @@ def test_loading_as_remote_code_does_not_copy_the_source_into_saved_directories(
         assert kind._auto_class is None
     model.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.glob("*.py")] == [f"{CODE_MODULE}.py"]
+
+
+def test_later_registrations_of_users_are_kept(folders: dict[str, Path]) -> None:
+    class Derived(MPlugOwl3ForConditionalGeneration):
+        pass
+
+    AutoModelForCausalLM.register(MPlugOwl3Config, Derived, exist_ok=True)
+    try:
+        register()  # as after the import of another module of Auto classes, or of another native model
+        assert type(AutoModelForCausalLM.from_pretrained(folders["MPlugOwl3"])) is Derived
+    finally:
+        AutoModelForCausalLM.register(MPlugOwl3Config, MPlugOwl3ForConditionalGeneration, exist_ok=True)

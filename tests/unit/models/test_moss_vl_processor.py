@@ -261,13 +261,16 @@ class TestFiles:
         found = MossVLProcessor.from_pretrained(tmp_path)
         assert found.image_processor.options.multi_image_max_pixels == found.videos.video_max_pixels == 201326592
         assert found.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
+        assert MossVLProcessor.from_pretrained(tmp_path.parent, subfolder=tmp_path.name).videos == found.videos
         (tmp_path / "video_preprocessor_config.json").unlink()
         with pytest.raises(DataError, match="no video_preprocessor_config.json"):
             MossVLProcessor.from_pretrained(tmp_path)
 
 
-def test_pil_images_and_arrays_give_the_same_patches() -> None:
-    array, images = picture(40, 70), MossVLImageProcessor()
-    assert torch.equal(images([array])["pixel_values"], images([Image.fromarray(array)])["pixel_values"])
+def test_arrays_pil_images_and_paths_give_the_same_patches(tmp_path: Path) -> None:
+    array, images, path = picture(40, 70), MossVLImageProcessor(), tmp_path / "a.png"
+    Image.fromarray(array).save(path)
+    for form in ([Image.fromarray(array)], [str(path)], [path], path):
+        assert torch.equal(images([array])["pixel_values"], images(form)["pixel_values"])
     with pytest.raises(DataError, match="an image is torch.float64; pass levels from 0 to 255 as uint8"):
         images([array / 255])

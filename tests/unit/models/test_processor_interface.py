@@ -177,6 +177,11 @@ class TestTokens:
         with pytest.raises(DataError, match=re.escape(f"text is {text}; pass a text")):
             processor(text=text)
 
+    def test_texts_may_be_any_iterable(self, processor: Any) -> None:
+        texts, ids = ["a b", "c"], processor.ids_name
+        for given in (tuple(texts), np.array(texts), iter(texts)):
+            assert torch.equal(processor(text=given)[ids], processor(text=texts)[ids])
+
     def test_truncation_cuts_no_images(self, family: str, processor: Any) -> None:
         text = TEXTS[family][0]
         with pytest.raises(DataError, match="(cuts off .* placeholders of frames|after truncation)"):
@@ -195,6 +200,7 @@ class TestMedia:
             shown(torch.from_numpy(array)),
             shown(Image.open(path)),
             shown(path, "path"),
+            shown(Path(path), "path"),
             shown(path, "url"),
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": path}}, QUESTION["content"][1]]},
             {"role": "user", "content": [{"type": "image", "image": array, "text": None}, QUESTION["content"][1]]},
@@ -202,10 +208,18 @@ class TestMedia:
         found = [processor.apply_chat_template([form], tokenize=True) for form in forms]
         for other in found[1:]:
             assert all(torch.equal(other[name], x) for name, x in found[0].items())
-        assert torch.equal(
-            processor(text=TEXTS[family][0], images=[path])[PIXELS[family]],
-            processor(text=TEXTS[family][0], images=array)[PIXELS[family]],
-        )
+        for images in ([path], Path(path), torch.from_numpy(array)[None]):
+            assert torch.equal(
+                processor(text=TEXTS[family][0], images=images)[PIXELS[family]],
+                processor(text=TEXTS[family][0], images=array)[PIXELS[family]],
+            )
+
+    def test_one_tensor_may_have_the_images_of_several_texts(self) -> None:
+        processor, text = MAKERS["open_flamingo"](), TEXTS["open_flamingo"][0]
+        images = torch.stack([torch.from_numpy(picture(seed)) for seed in (0, 1)])
+        expected = processor(text=[text, text], images=[[picture(0)], [picture(1)]])["vision_x"]
+        for given in (images, images[:, None]):
+            assert torch.equal(processor(text=[text, text], images=given)["vision_x"], expected)
 
     def test_samples_may_have_no_images(self, family: str, processor: Any) -> None:
         alone = processor(text="words")

@@ -112,6 +112,15 @@ def test_overlap_ratios_depend_on_the_cluster() -> None:
     assert ring.overlap_ratios is None
 
 
+def test_call_has_the_overlap_ratios_of_its_selection() -> None:
+    problem = replace(PROBLEM, rows=4096, keys=(4096,) * 8)
+    select = ClusterSelector(CLUSTER).select
+    selected = select(problem, full(problem), CROSS_MESH, LIKE, training=True, mesh_shape=(4, 2))
+    call = call_spec_for(selected, full(problem), problem, torch.float32)
+    by_bytes = call_spec_for(replace(selected, overlap_ratios=None), full(problem), problem, torch.float32)
+    assert call.overlap_ratios == selected.overlap_ratios != by_bytes.overlap_ratios
+
+
 def test_pruned_mask_makes_the_links_irrelevant() -> None:
     """Each rank's rows attend only to frames of the same rank, so LV-XAttn sends nothing."""
     frames, bounds = 8 * 64, frame_bounds(8 * 64, 8)

@@ -239,3 +239,19 @@ def test_frozen_projection_is_computed_in_chunks_in_grad_mode(
     assert (k.requires_grad, v.requires_grad) == (trains, trains)
     for x, expected in zip((k, v), module(features, shared.index), strict=True):
         assert relative_error(x.detach(), expected.detach().double()) <= EXACT[torch.float32]
+
+
+def test_tensor_of_a_hook_on_a_frozen_projection_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a steering vector. It is no parameter of the projection, and the graph alone shows that it is trained."""
+    monkeypatch.setattr(visual, "CHUNK_BYTES", 2 * TOKENS * WIDTH * 4)
+    module, added = Projector().requires_grad_(False), torch.zeros(2 * GROUPS * DIM, requires_grad=True)
+    module.kv.register_forward_hook(lambda _, args, out: out + added)
+    features = VisualFeatures(torch.randn(7, TOKENS, WIDTH), torch.arange(7), 7)
+    found, expected = [
+        torch.autograd.grad((k.sin().sum() + v.cos().sum()), added)[0]
+        for k, v in (
+            features.keys_values(FunctionProjection(module, [module]), torch.float32),
+            module(features.features, features.index),
+        )
+    ]
+    assert expected.abs().max() > 1 and relative_error(found, expected.double()) <= EXACT[torch.float32]

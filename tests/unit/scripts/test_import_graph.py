@@ -25,6 +25,7 @@ def test_names_imported_on_first_use_count_as_imports() -> None:
     assert "families/test_exactness.py" in names("patches/mllama.py")
     assert "unit/chat_families/test_family_inputs.py" in names("patches/chats/mllama.py")
     assert "families/test_exactness.py" in names("scripts/lib/tiny_models/mllama.py")
+    assert "families/test_exactness.py" in names("mllm_seqpar/kernels/triton_intervals.py")
 
 
 def test_pages_and_documents_select_their_tests() -> None:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,40 @@ def test_features_of_an_impossible_job_are_freed_at_once(
         return freed == [True]
 
     assert on_ranks(1, inference_files / "gated", body) == [True]
+
+
+@pytest.mark.parametrize("method", ["encode", "answer"])
+def test_conversation_that_is_out_of_memory_is_freed_at_once(
+    inference_files: Path, video: Clip, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    begun: list[weakref.ref[Conversation]] = []
+
+    def fail(conversation: Conversation, *args: Any, **options: Any) -> None:
+        begun.append(weakref.ref(conversation))
+        raise torch.OutOfMemoryError("no memory")
+
+    def body(engine: Engine) -> bool:
+        monkeypatch.setattr(Conversation, method, fail)
+        gc.disable()
+        try:
+            with suppress(JobError):
+                run(Worker(engine), job(video))
+            return begun[0]() is None
+        finally:
+            gc.enable()
+
+    assert on_ranks(1, inference_files / "gated", body) == [True]
+
+
+def test_raised_cause_has_the_errors_before_it_in_its_traceback_and_not_the_job_error() -> None:
+    cause = RuntimeError("the frames cannot be shown")
+    cause.__context__ = before = KeyError("missing")
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise JobError(cause, Outcome.FAILED) from cause
+        except JobError as error:
+            error.raise_cause()
+    assert raised.value is cause and cause.__context__ is before and not cause.__suppress_context__
 
 
 def test_ranks_of_an_engine_need_the_same_model(inference_files: Path) -> None:
