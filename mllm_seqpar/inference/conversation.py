@@ -330,7 +330,8 @@ class Conversation:
                 def forced(_: int, ids: Tensor, tokens: Sequence[int] = tokens) -> list[int]:
                     return [tokens[len(ids) - text.input_ids.shape[1]]]
 
-                options |= {"output_logits": True, "prefix_allowed_tokens_fn": forced}
+                # An end token inside a continuation does not end it.
+                options |= {"output_logits": True, "prefix_allowed_tokens_fn": forced, "eos_token_id": None}
                 logits = self._generate(text, **options).logits
                 rows = [row[0].double().log_softmax(-1).cpu() for row in logits]
                 following |= dict(zip(beginnings, rows, strict=True))

@@ -262,9 +262,10 @@ def test_parameters_of_the_caller_have_gradients_if_k_and_v_are_saved() -> None:
     compare_gradients([found[1]], found[0])
 
 
-def test_reentrant_checkpointing_is_refused() -> None:
+@pytest.mark.parametrize("arguments", [{"use_reentrant": True}, {}], ids=str)
+def test_reentrant_checkpointing_is_refused(arguments: dict[str, Any]) -> None:
     model = model_of("idefics", BATCHES["idefics"]).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable(arguments)  # without an argument, torch's checkpoint is reentrant
     patch_model(model)
     with pytest.raises(ValueError, match="use_reentrant=True cannot share the visual features"):
         model(**inputs_of("idefics", BATCHES["idefics"], model))

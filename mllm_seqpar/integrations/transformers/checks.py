@@ -321,8 +321,9 @@ def refuse_reentrant_checkpointing(modules: Iterable[nn.Module]) -> None:
         function = vars(module).get("_gradient_checkpointing_func")  # `getattr` is slow where there is none
         if function is None:
             continue
-        keywords = function.keywords if isinstance(function, functools.partial) else {}
-        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
+        keywords = function.keywords if isinstance(function, functools.partial) else {"use_reentrant": False}
+        # torch's default is True, and PEFT's `prepare_model_for_kbit_training` passes {}.
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant") in (True, None):
             raise ConfigError(
                 "gradient checkpointing with use_reentrant=True cannot share the visual features between layers; use "
                 'model.gradient_checkpointing_enable({"use_reentrant": False}), which is the default, or '

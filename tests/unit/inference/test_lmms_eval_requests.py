@@ -88,6 +88,9 @@ def test_requests_are_answered_and_scored_and_padding_is_not(
         tokens = continuation(processor.tokenizer, prompt.input_ids[0].tolist(), target)
         (score,) = conversation.log_likelihoods(prompt, [tokens])
         assert found.text == (pytest.approx(-score.log_likelihood / len(tokens)), score.is_greedy)
+    tokens = [tokens[0], processor.tokenizer.eos_token_id, *tokens[:2]]
+    whole, part = conversation.log_likelihoods(prompt, [tokens, tokens[:2]])  # an end token does not end it
+    assert whole.log_likelihood < part.log_likelihood
 
     broken = SimpleNamespace(args=("?", {}, lambda document: ["missing.mp4"], *place[1:]), metadata=None)
     with pytest.raises(VideoError, match=r"missing\.mp4"):
