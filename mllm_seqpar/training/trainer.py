@@ -323,8 +323,8 @@ class SeqParMixin(_Base):
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
         count_streamed_samples(dataloader)
-        if self.sequence_parallel_size > 1:
-            self.gather_function = self._gather_once  # Seq2SeqTrainer has replaced it
+        if self.sequence_parallel_size > 1 and self.gather_function == self.accelerator.gather:  # of Seq2SeqTrainer
+            self.gather_function = self._gather_once
         result = super().evaluation_loop(dataloader, *args, **kwargs)
         reshard(self.model)
         return result
