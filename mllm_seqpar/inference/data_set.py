@@ -2,7 +2,7 @@
 
 The groups take turns with the videos. The ranks of a group encode a video together, and answer all questions about it,
 whose common beginning stays in the KV cache. A video or question that cannot be used gets a line with an error, on
-which the ranks of the group agree. Groups communicate only at the end.
+which the ranks of the group agree. Groups communicate only before the first video and after the last.
 
 A record is read as training reads it (`mllm_seqpar.chats.forms`), but needs no answer. The answer that a record has
 to its last question is the reference. If a record is a conversation of several turns, its last question is asked, with

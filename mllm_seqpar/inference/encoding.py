@@ -238,7 +238,7 @@ class _Encoder:
         if self._uneven or encoded.shape[1:] != self._features.shape[1:]:
             if not self._uneven:
                 self._features = self._features[: self.done].flatten(0, 1)
-            self._uneven.append(encoded.flatten(0, 1))
+            self._uneven.append(encoded.flatten(0, 1).to(self._features.device))
         else:
             self._features[self.done : self.done + encoded.shape[0]] = encoded
         self.done += encoded.shape[0]

@@ -389,7 +389,7 @@ def returned(data: dict[str, Any], return_tensors: str | None) -> BatchFeature:
 
 
 def _conversations(given: Any) -> tuple[list[list[dict[str, Any]]], bool]:
-    """Return conversations, without keys of value None and with OpenAI's image_url as images; whether several came."""
+    """Return conversations, messages without nulls and with OpenAI's image_url as images; whether several came."""
     if not isinstance(given, (list, tuple)) or not given:
         raise DataError(f"the conversation is {given!r:.80}; pass a list of messages, or a list of such lists")
     batched = not isinstance(given[0], Mapping)

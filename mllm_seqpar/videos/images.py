@@ -55,9 +55,14 @@ def is_animated_webp(path: str | os.PathLike[str]) -> bool:
     return head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and len(head) == 21 and bool(head[20] & 2)
 
 
-@lru_cache(maxsize=65_536)
 def image_size(name: str) -> tuple[int, int]:
     """Return (height, width) of the upright image, from the header."""
+    facts = os.stat(name) if os.path.exists(name) else None  # of an image that is not there, `_open_image` says so
+    return _image_size(name, facts and (facts.st_size, facts.st_mtime_ns))
+
+
+@lru_cache(maxsize=65_536)
+def _image_size(name: str, _version: tuple[int, int] | None) -> tuple[int, int]:
     with _open_image(name) as (file, _):
         width, height = file.size
         if file.format == "TIFF":  # newer versions of Pillow exchange them when they open the file, others later

@@ -345,6 +345,14 @@ def test_unknown_or_misshapen_arguments_are_refused(arguments: Inputs, kind: typ
         patch_model(tiny_model())(**given)
 
 
+def test_surplus_positional_arguments_are_a_type_error_as_in_the_unpatched_model() -> None:
+    model = tiny_model()
+    arguments = [tiny_text(2), *[None] * 40]
+    for called in (model, patch_model(model)):
+        with pytest.raises(TypeError, match="positional arguments but 42 were given"):
+            called(*arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -172,9 +172,9 @@ def text_arguments(family: ModelFacts[Any], given: Mapping[str, Any]) -> dict[st
 
     A pass uses a cache if it is given one or the caller requests one (`use_cache`). If the caller does not say, one
     process makes a cache as the unpatched model does, except in training, where the cache would hold K and V that are
-    otherwise recomputed. Several ranks make none, because a cache needs all text on every rank. Where gradient
-    checkpointing drops the cache, no new one is made. With offloaded features none is made in grad mode, because its K
-    and V in host memory have no gradients.
+    otherwise recomputed. Several ranks make none: with a cache, every rank computes all rows of the text, unless
+    `shard_prompt_from` shards a long prompt. Where gradient checkpointing drops the cache, no new one is made. With
+    offloaded features none is made in grad mode, because its K and V in host memory have no gradients.
 
     Raises:
         ShapeError: the text is no tensor.
@@ -219,6 +219,8 @@ def _model_forward(family: Family[Any]) -> Any:
     taken = {*TEXT_ARGUMENTS, *own}
 
     def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and len(args) > len(names):
+            raise TypeError(f"forward() takes {len(names) + 1} positional arguments but {len(args) + 1} were given")
         for name, value in zip(names, args, strict=False):
             if name in kwargs:
                 raise TypeError(f"forward() got multiple values for argument {name!r}")
