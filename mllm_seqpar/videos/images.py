@@ -18,7 +18,7 @@ from torch import Tensor
 from mllm_seqpar._compat import optional_import
 from mllm_seqpar.errors import PASSED, VideoError, translated
 
-from .media_files import require_content
+from .media_files import file_version, require_content
 
 IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "AVIF", "HEIF")
 """The image formats that are read, by Pillow's names."""
@@ -57,12 +57,11 @@ def is_animated_webp(path: str | os.PathLike[str]) -> bool:
 
 def image_size(name: str) -> tuple[int, int]:
     """Return (height, width) of the upright image, from the header."""
-    facts = os.stat(name) if os.path.exists(name) else None  # of an image that is not there, `_open_image` says so
-    return _image_size(name, facts and (facts.st_size, facts.st_mtime_ns))
+    return _image_size(name, file_version(name))
 
 
 @lru_cache(maxsize=65_536)
-def _image_size(name: str, _version: tuple[int, int] | None) -> tuple[int, int]:
+def _image_size(name: str, _version: tuple[int, ...]) -> tuple[int, int]:
     with _open_image(name) as (file, _):
         width, height = file.size
         if file.format == "TIFF":  # newer versions of Pillow exchange them when they open the file, others later

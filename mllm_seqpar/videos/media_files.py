@@ -192,6 +192,15 @@ class MediaCache:
             ) from error
 
 
+def file_version(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Return numbers that change if a file is written again, for keys of caches; none if there is no such file."""
+    try:
+        facts = os.stat(path)
+    except OSError:  # whoever opens the file says what is wrong
+        return ()
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+
+
 _cache_in = lru_cache(MediaCache)
 """One cache for each directory and limit, which counts what this process writes."""
 

@@ -1,6 +1,5 @@
 """Reading with torchcodec, of the videos in which it finds the frames that PyAV finds."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from mllm_seqpar.errors import PASSED, VideoError, translated
 
 from .container import index_of, open_video
 from .cursors import TimeCursor, undecodable
+from .media_files import file_version
 from .rgb import display_matrix
 from .video import FramePlan
 
@@ -63,12 +63,11 @@ def stream_for_torchcodec(plan: FramePlan) -> int | None:
     cannot begin (the last one is tried). It does not open some files with several streams, ignores mirrors, and
     converts colours of more than 8 bits in another way.
     """
-    version = os.stat(plan.path).st_mtime_ns
-    return None if plan.numbers else _stream_of(plan.only(len(plan) - 1), version)
+    return None if plan.numbers else _stream_of(plan.only(len(plan) - 1), file_version(plan.path))
 
 
 @lru_cache(maxsize=4096)
-def _stream_of(last: FramePlan, _version: int) -> int | None:
+def _stream_of(last: FramePlan, _version: tuple[int, ...]) -> int | None:
     with open_video(last.path) as (container, stream):
         entries: Any = getattr(stream, "index_entries", ())
         hidden = any(entry.is_discard for entry in entries)

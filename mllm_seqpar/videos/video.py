@@ -27,7 +27,7 @@ from mllm_seqpar.errors import ConfigError, VideoError
 
 from .container import demuxed, has_fragments, index_of, open_video, require_av, warn_once
 from .images import is_animated_webp
-from .media_files import media_size
+from .media_files import file_version, media_size
 from .packets import READ_TO_KNOW, SMALLEST_FRAME, Packet, packet_facts, reasons_to_distrust
 from .shown_frames import BestEffort, ascending, longest_gap, shown_frames, usual_step
 
@@ -196,8 +196,7 @@ def _scanned(path: str | os.PathLike[str], container: Any, stream: Any) -> Video
 
 def _count(path: str | os.PathLike[str], why: str) -> VideoInfo:
     """Return the metadata of a video from decoding it. A file that has not changed is counted once."""
-    facts = os.stat(path)
-    return _counted(os.fspath(path), why, (facts.st_mtime_ns, facts.st_size, facts.st_ino))
+    return _counted(os.fspath(path), why, file_version(path))
 
 
 @lru_cache(maxsize=64)
