@@ -82,12 +82,9 @@ class ChatDataset(Dataset[ChatSample]):
         for index in range(len(self.records) if validate else 0):
             chat = self.chat(index)
             for number, turn in enumerate(chat.turns if on_bad_media == "fail" else ()):
-                try:
+                with placed(f"{self.records.place(index)}: message {number} ({turn.role})", VideoError, DataError):
                     for medium in turn.media:
                         self.identify(index, medium)
-                except VideoError as error:
-                    place = f"{self.records.place(index)}: message {number} ({turn.role})"
-                    raise DataError(f"{place}: {error}") from error
         # Each video is probed once, not once per epoch.
         store = None if frame_store is None else FrameStore.open(frame_store)
         reading: dict[str, Any] = {"threads": threads, "decoder": decoder, "frame_store": store}

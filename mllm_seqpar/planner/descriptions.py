@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from mllm_seqpar.errors import ConfigError, did_you_mean
+from mllm_seqpar.errors import ConfigError, did_you_mean, placed
 from mllm_seqpar.models.hub import local_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -76,10 +76,8 @@ class Description:
                 converted[name] = tuple(value)
             elif isinstance(value, dict) and issubclass(types[0], Description):
                 converted[name] = types[0].build(value, f"{origin}, {name}")
-        try:
+        with placed(origin, ConfigError):
             return cls(**converted)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error
 
 
 def _check(types: tuple[type, ...], item: Field[Any], value: Any) -> tuple[bool, str]:
