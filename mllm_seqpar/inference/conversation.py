@@ -353,10 +353,11 @@ class Conversation:
         device = next(self._model.parameters()).device
         past = 0 if self._cache is None else int(self._cache.get_seq_length())
         given: Mapping[str, Tensor] = self._chat_format.arguments(text)
-        stops, held = [stop for _, stop in self._places(text)], len(self._appended_at)
-        brings = held + 1 < len(stops) and stops[held + 1] > 0  # the placeholders of the next turn's media are here
+        appends, held = len(self._media) > 1, len(self._appended_at)
+        later = self._places(text)[1 + held :] if appends else []
+        brings = bool(later) and later[0][1] > 0  # the placeholders of the next turn's media are here
         turn = held + brings
-        if len(stops) > 1 and (brings or not past):
+        if appends and (brings or not past):
             first = sum(len(media.sources) for media in self._media[:turn])
             given = self._chat_format.arguments_of_media(given, past, first, first + len(self._media[turn].sources))
         arguments = {name: value.to(device) for name, value in given.items()}
@@ -388,7 +389,8 @@ class Conversation:
             PrefillInterrupted: on all ranks, if `interrupted` ended the answer.
         """
         options = {**self._chat_format.generation(self._model), **Sampling(max_new_tokens=1).generate_arguments()}
-        length, waiting = text.input_ids.shape[1], self._places(text)[1 + len(self._appended_at) :]
+        length, appends = text.input_ids.shape[1], len(self._media) > 1
+        waiting = self._places(text)[1 + len(self._appended_at) :] if appends else []
         while True:
             stop = min(kept + PREFILL_CHUNK, length) if kept else length
             if waiting and waiting[0][0] < stop:
@@ -400,7 +402,7 @@ class Conversation:
                     stop = low
             if stop == length:
                 return
-            images = sum(place < stop for place in self._placeholders(text)) if len(self._media) > 1 else None
+            images = sum(place < stop for place in self._placeholders(text)) if appends else None
             with nullcontext() if written is None else interruptible_prefill(self._model, written):
                 self._generate(text.beginning(stop, images), **options)
             kept = stop
