@@ -116,7 +116,7 @@ class SeqParMixin(_Base):
         self._throughput = Throughput(_patch_of(self.model), self.args.device)
         family, inner = find_adapter(self.model)
         set_fsdp_units(self.accelerator, inner)
-        self._frame_arguments: tuple[str, ...] = getattr(family, "frame_arguments", ())  # those that hold frames
+        self._frame_arguments: tuple[str, ...] = getattr(family, "frame_arguments", ())
         if self._trl is None:  # whose trainers change the frames of a batch
             context = context_length(getattr(inner, "config", None))
             collate = functools.partial(_collate_on_host, self.data_collator, self._frame_arguments, context)

@@ -281,7 +281,7 @@ class TimeCursor:
                 return
 
     def _read(self) -> bool:
-        """Read a packet ahead of those that are decoded; return False at the end of the file."""
+        """Read one more packet, before it is decoded; return False at the end of the file."""
         packet = next(self._packets, None)
         if packet is None:
             self._horizon = inf

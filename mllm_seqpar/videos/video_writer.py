@@ -1,4 +1,4 @@
-"""Writing of videos."""
+"""Writing of the videos that this package makes: those of the needle data set, and the one that measures decoding."""
 
 import os
 from collections.abc import Iterable, Mapping
